@@ -85,10 +85,7 @@ def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def _optimizer_of(result: Any, config: Any) -> Any:
-    """Return the optimizer of what was built; the empty chain of a rank that trains nothing gets the config.
-
-    By that `after_model_hooks` knows that the flag is set: else the rank would miss what all ranks do together.
-    """
+    """Return what was built; an empty chain gets the config, by which `after_model_hooks` sees the flag."""
     optimizer = result[0] if isinstance(result, tuple) else result
     if getattr(optimizer, "chained_optimizers", None) == []:
         optimizer.config = config

@@ -42,10 +42,7 @@ def _refusal_of_models(leaf: Any) -> str:
 
 
 def stage_of(distributed: list[Any]) -> int | None:
-    """Return this rank's place in the pipeline of the model that its optimizers train; None where none says it.
-
-    By DDP's own group: with `dist.use_decentralized_pg` mcore's global state is never set up.
-    """
+    """Return this rank's place in its model's pipeline, by DDP's group, or by mcore's global state; None for none."""
     from megatron.core import parallel_state
 
     for chunk in (chunk for leaf in distributed for chunk in getattr(leaf, "model_chunks", ())):

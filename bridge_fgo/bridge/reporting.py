@@ -29,10 +29,7 @@ def warn(text: str) -> None:
 
 
 def log_scalars(scalars: dict[str, float], state: Any) -> None:
-    """Write figures of the step that has just ended to TensorBoard and W&B, where Bridge writes its own.
-
-    The step counter of `state`, Bridge's GlobalState, is advanced after the training step.
-    """
+    """Write figures of the step that has just ended to TensorBoard and W&B, at the steps where Bridge does."""
     logger_config = getattr(state.cfg, "logger", None)
     interval = getattr(logger_config, "tensorboard_log_interval", None)
     if not isinstance(interval, int) or interval < 1:

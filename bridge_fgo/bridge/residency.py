@@ -166,10 +166,7 @@ class Residency:
         return bool(self._backwards.pending)
 
     def serve_states(self) -> None:
-        """Have installed patches serve states that are away to whoever reads or steps them: a save needs no reload.
-
-        Without, a use of them is an error outside of `checkpointing`.
-        """
+        """Have installed patches serve states that are away to readers and steps, also outside of `checkpointing`."""
         if self._states is not None:
             self._states.is_always_served = True
 

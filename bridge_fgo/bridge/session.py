@@ -127,11 +127,7 @@ class Session:
 
     @contextmanager
     def training_step(self, model: Any, microbatches: int, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step of a model, or a list of chunks, in which this session is the active one.
-
-        Afterwards no reload is in flight, on every way out but an exception. `is_saved_next`: a checkpoint is saved
-        then.
-        """
+        """Context of a training step of a model, or its chunks; no reload is in flight after it but on an error."""
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
         self.figures.begin_step()
@@ -278,10 +274,7 @@ class Session:
         return any(id(chunk) in own for chunk in chunks)
 
     def close(self) -> None:
-        """Make the states resident for good and undo what the session hung on the optimizers.
-
-        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can.
-        """
+        """Make states resident for good, undo what hangs on the optimizers; RuntimeError where that fails."""
         if self.closed and not self.is_lost:  # by an uninstall
             return
         if self.gradients is not None:
@@ -395,10 +388,7 @@ def _open_sessions() -> list[Session]:
 
 
 def all_sessions() -> list[Session]:
-    """Return the open sessions whose optimizers are alive; without those that are lost, where there are others.
-
-    A lost one may live for long, in the traceback of the error that a notebook keeps.
-    """
+    """Return the open sessions; without lost ones, which a traceback may keep alive, where there are others."""
     opened = _open_sessions()
     return [session for session in opened if not session.is_lost] or opened
 

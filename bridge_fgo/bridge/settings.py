@@ -54,11 +54,7 @@ def installed_config() -> OffloadConfig:
 
 
 def given_settings(optimizer_config: Any) -> dict[str, Any]:
-    """Return the settings that an OptimizerConfig, or the section of a saved one, sets itself.
-
-    Raises:
-        ValueError: the field is no dict, or there is no setting of a name in it.
-    """
+    """Return the settings that an OptimizerConfig, saved or not, sets itself; ValueError for one that there is not."""
     field = getattr(optimizer_config, SETTINGS, None)
     if field is None:
         return {}
@@ -101,10 +97,7 @@ def settings_of(optimizer_config: Any, installed: OffloadConfig | None = None) -
 
 
 def write_settings(optimizer_config: Any) -> None:
-    """Write the settings in force into an OptimizerConfig, which is saved with the run; `install`'s undo takes it back.
-
-    Does nothing to what has no such field.
-    """
+    """Write the settings in force into an OptimizerConfig with that field, to be saved, until `install` is undone."""
     before = getattr(optimizer_config, SETTINGS, None)
     if isinstance(before, dict):
         in_force = dataclasses.asdict(settings_of(optimizer_config))

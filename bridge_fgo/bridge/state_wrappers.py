@@ -51,10 +51,7 @@ UNWIRED = "_bridge_fgo_unwired_steps"
 
 
 def _refuse_unwired(optimizer: Any) -> None:
-    """Raise RuntimeError where an optimizer with the flag steps a second time outside of any wired training step.
-
-    A first one may be somebody's warm-up, before training.
-    """
+    """Raise RuntimeError where an optimizer with the flag steps outside of wired steps, but for a first, a warm-up."""
     if not flag_is_set(optimizer.config):
         return
     if any(getattr(optimizer, name, None) is not None for name in UPSTREAM_OFFLOADERS):
@@ -178,10 +175,7 @@ COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
 
 @served
 def saves_states(call: Call) -> Any:
-    """Have a state dictionary for a checkpoint made without bringing states to the GPU.
-
-    Made for loading it has the states made, and says where they are to be loaded.
-    """
+    """Have a state dictionary made, to be saved or to be loaded into, without bringing states to the GPU."""
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.gives_states(call)
     if call.is_loading:
@@ -256,10 +250,7 @@ def puts_states(call: Call) -> Any:
 
 @contextlib.contextmanager
 def _adam_kept_from_states(call: Call) -> Iterator[None]:
-    """Context in which the Adam inside neither reads nor replaces states that are away, where any may be.
-
-    TE's `load_state_dict` makes every state anew, of what mcore found there or made to be overwritten.
-    """
+    """Context in which the Adam inside leaves alone what may be away: TE's loading makes every state anew."""
     adam = call.optimizer.optimizer
     if not call.is_checkpointing:
         yield

@@ -122,10 +122,7 @@ def run_schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
 
 def _graphs() -> dict[str, Any]:
-    """Return the graphs of the process by what they are for, "training" and "validation".
-
-    None, or no entry, where there is none: Bridge deletes the entry after training.
-    """
+    """Return the process's graphs, "training" and "validation"; Bridge deletes the entries after training."""
     module = sys.modules.get(MODULE)
     return {} if module is None else dict(module.FullCudaGraphWrapper.cuda_graph)
 

@@ -132,10 +132,7 @@ class CheckpointingEngine(Engine):
             self.masters.overwritten(source)
 
     def _send_whole(self, source: Source, everything: bool) -> None:
-        """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
-
-        With `everything` what else is on the GPU, and may leave, leaves too.
-        """
+        """Make states that the first step would make, have the host get the rest; `everything` leaves the GPU."""
         for part in self._offloaded[source].parts:
             for slab in part.slabs:
                 is_new = not slab.exists()

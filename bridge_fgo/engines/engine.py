@@ -87,10 +87,7 @@ class Engine(ABC):
         """Give GPU memory back: nothing reads the states any more until the optimizer steps."""
 
     def point(self, mark: Mark) -> bool:
-        """Let states go or come, as a layer begins its forward or has ended its backward; `mark` says which.
-
-        Returns False, and moves nothing, while the current stream is captured into a CUDA graph.
-        """
+        """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph."""
         return True
 
     def forward(self, layer: int, nbytes: int) -> None:  # noqa: B027
@@ -101,10 +98,7 @@ class Engine(ABC):
         """Take GPU memory again and start the copies to it: the last backward is done."""
 
     def updating(self) -> None:  # noqa: B027
-        """Raise RuntimeError, before the first optimizer of a training step is updated, unless all of them can be.
-
-        They cannot where an error ended an earlier step half-way, or where states cannot be brought back.
-        """
+        """Raise RuntimeError, before the first optimizer of a step is updated, unless all of them can be."""
 
     @contextmanager
     def stepping(self, source: Source) -> Iterator[None]:

@@ -277,11 +277,7 @@ class Gradients:
     # The end.
 
     def close(self) -> None:
-        """Give each buffer its gradients back, in one storage as before.
-
-        torch.OutOfMemoryError where there is no memory for one beside its buckets, which with those after it stays as
-        it is.
-        """
+        """Give each buffer its gradients back in one storage; OutOfMemoryError leaves the rest as they are."""
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self._transfers.computing(), torch.no_grad():
             for buffer, mine in list(self._buffers.values()):

@@ -41,10 +41,7 @@ class MemoryProfile:
         return [mark for mark in self.marks if mark.layer >= 0 and mark.is_watched]
 
     def covers(self, index: int, mark: Mark) -> bool:
-        """Return whether the interval of point `index` is a bound for a pass that has `mark` there.
-
-        It is where the same layer got no less, and no less was live: memory grows with both.
-        """
+        """Return whether point `index` is a bound for `mark`: the same layer got no less, and no less was live."""
         if not 0 < index < len(self.intervals):
             return False
         mine = self.marks[index - 1]

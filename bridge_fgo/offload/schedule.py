@@ -49,10 +49,7 @@ in, and so many that are copied out that the step does not wait for the copy of 
 
 
 class Schedule:
-    """The order of all moves on one rank. Without measured peaks everything is released throughout.
-
-    Without a GPU `meter` measures nothing. `budget_bytes` and `room` are `HoldPolicy`'s.
-    """
+    """The order of all moves on one rank; see `HoldPolicy`. Without a GPU to measure all is released throughout."""
 
     def __init__(
         self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None, room: DeviceRoom | None = None
@@ -309,10 +306,7 @@ class Schedule:
     # What follows from a step.
 
     def end_step(self, updated: bool) -> None:
-        """Make the plan, or raise as `HoldPolicy.plan`, if the training step that is over was the measured one.
-
-        `updated` says whether the optimizer stepped. On a rank that has no parts it may say that it has not.
-        """
+        """Make the plan, or raise as `HoldPolicy.plan`, if the step, if any `updated`, was the measured one."""
         updated = updated or not self.parts
         learns = self.recorder.in_step and updated
         if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others

@@ -119,10 +119,7 @@ class MegatronSource(McoreSource):
         return bundles(self.optimizer, self._master_copy.rounded_weights())
 
     def rounded_masters(self) -> list[tuple[torch.Tensor, WeightShard]]:
-        """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to.
-
-        None of precision-aware Adam's: Transformer Engine keeps those, and rounds them itself.
-        """
+        """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to."""
         shards = self._master_copy.rounded_weights(HALF)
         masters = (master for group in self.optimizer.shard_fp32_from_float16_groups for master in group)
         return [(master, shards[id(master)]) for master in masters if id(master) in shards]

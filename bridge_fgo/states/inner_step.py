@@ -149,10 +149,7 @@ class InnerStep:
 
     @contextmanager
     def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
-        """Context in which `adam.step()` calls `step`, which calls `update` once for each owner.
-
-        `owners` says whose a parameter is, by its `id`; parameters that are not in it are None's.
-        """
+        """Context in which `adam.step()` calls `step`, which calls `update` for each of `owners`, by `id`, and None."""
         original = self._adam.step
 
         def in_parts(*args: Any, **kwargs: Any) -> None:

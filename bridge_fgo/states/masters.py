@@ -48,10 +48,7 @@ class MasterCopy:
         return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
     def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
-        """Return where each fp32 master is rounded to a weight of one of the `dtypes`, by the `id` of the master.
-
-        Not for quantized weights (a class of their own), and not where the copy does not divide.
-        """
+        """Return where fp32 masters are rounded to plain weights of `dtypes`, by `id`, if it is divided at all."""
         if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
             return {}
         found = {}
@@ -219,10 +216,7 @@ def whole_masters_made_late(param_groups: list[dict[str, Any]]) -> Iterator[None
 
 
 def _is_cast(weight: torch.Tensor, shard: torch.Tensor | None, master: torch.Tensor | None) -> bool:
-    """Return whether a master is no more than its weights in fp32, in memory of its own.
-
-    Not where it is made of a quantized weight, or of what that was before; and not with NaNs.
-    """
+    """Return whether a master is no more than its plain weights in fp32, in memory of its own, and without NaNs."""
     if master is None or shard is None or not master.numel() or {class_of(weight), class_of(shard)} - set(PLAIN):
         return False
     is_own = master.untyped_storage().nbytes() == master.nbytes

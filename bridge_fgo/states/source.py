@@ -36,7 +36,10 @@ class Source(ABC):
 
     @property
     def updates_in_place(self) -> bool:
-        """Whether an update needs no memory beside its states, so that it need not be divided where all are here."""
+        """Whether an update of all parameters at once needs no memory beside that of their states.
+
+        Then the step of a source of which nothing is away need not be divided.
+        """
         return False
 
     @property
@@ -61,10 +64,16 @@ class Source(ABC):
 
     @abstractmethod
     def step(self, part: Part | None) -> None:
-        """Update a part, or with None what is in none, and copy it to the weights where that is done by part."""
+        """Update a part, whose states are on the GPU, and copy it to the model's weights where that is done by part.
+
+        None updates the parameters that belong to no part.
+        """
 
     def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
-        """Context in which the owner's copy of weights to masters, or back, is a part's, or what is in no part's."""
+        """Context in which the owner's copy of the model's weights to masters, or of masters to weights, is a part's.
+
+        None is what belongs to none of `parts`, which are all of this source.
+        """
         return nullcontext()
 
     def making(
@@ -72,7 +81,8 @@ class Source(ABC):
     ) -> AbstractContextManager[Callable[[Part | None], None]]:
         """Context that gives a function that makes the states of a part, or with None those that belong to no part.
 
-        For a source whose states are not made one by one (`State.make`). `make` is the owner's, of all that it finds.
+        For a source whose states are not made one by one (`State.make`). `make` is the owner's, which makes the states
+        of all parameters that it finds.
         """
         raise NotImplementedError
 

@@ -199,11 +199,7 @@ def json_report(resident: ArmRun, offloaded: ArmRun, same: Comparison) -> Event:
 
 
 def run(settings: Settings) -> int:
-    """Run both arms, one after the other, and report; return 0, or NOT_EQUAL where they differ or nothing was released.
-
-    Raises:
-        ArmFailed, ValueError: an arm failed, or cannot start.
-    """
+    """Run both arms and report; return 0, or NOT_EQUAL where they differ or nothing was released; ArmFailed."""
     errors = Console(stderr=True, soft_wrap=True)
     device = find_device(settings.device, errors)
     steps = settings.steps or DEFAULT_STEPS

@@ -25,10 +25,7 @@ the engine alone on an H200's host, where nothing fills the queue."""
 
 
 def host_loop_seconds() -> float:
-    """Return the seconds of a loop of Python that does the same each time: the speed of a host that others use, too.
-
-    The loop allocates nothing that the garbage collector counts.
-    """
+    """Return the seconds of a loop of Python that allocates nothing: the speed of a host that others use, too."""
     started = time.perf_counter()
     total = 0
     for number in range(ADDITIONS):

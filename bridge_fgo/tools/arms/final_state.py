@@ -116,10 +116,7 @@ def state_tensors(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, t
 
 
 def live_state_bytes(model: Sequence[Any], optimizer: Any) -> int:
-    """Return the bytes of memory behind master weights and moments now; released tensors count nothing.
-
-    Masters that are views of DDP's buffers (native fp32 parameters) are weights, and do not count.
-    """
+    """Return the bytes of memory behind masters, but for those that are DDP's own weights, and moments now."""
     of_weights, of_states = {}, {}
     for kind, _, tensor in states(model, optimizer):
         storage = tensor.untyped_storage()
@@ -128,11 +125,7 @@ def live_state_bytes(model: Sequence[Any], optimizer: Any) -> int:
 
 
 def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the `state_tensors` after training.
-
-    Raises:
-        RuntimeError: as those, or there are no masters or moments: equal digests of nothing would prove nothing.
-    """
+    """Return the `state_tensors` after training; RuntimeError as they, or where there are no masters or moments."""
     for leaf in mcore_optimizers(optimizer):
         if hasattr(leaf, "synchronize_optimizer_state_for_checkpoint"):
             leaf.synchronize_optimizer_state_for_checkpoint()  # mcore generation 2

@@ -39,10 +39,7 @@ def make_deterministic() -> None:
 
 
 def skip_building_what_is_built() -> None:
-    """Keep Bridge from building mcore's dataset helpers where the wheel has them built.
-
-    Bridge runs `make` at every start, which would end the process: the published wheel has no Makefile.
-    """
+    """Keep Bridge from running `make`, for which mcore's wheel has no Makefile, where the helpers are built."""
     from megatron.bridge.training import initialize
     from megatron.core import datasets
 

@@ -160,10 +160,7 @@ def launcher(ranks: int) -> tuple[str, ...]:
 
 
 def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
-    """Run an arm, with the arguments of `ArmProcess`, to its end and return its events.
-
-    ArmFailed where the process failed, took longer than `timeout` seconds, or left no result.
-    """
+    """Run an arm, see `ArmProcess`, to its end and return its events; ArmFailed as `result`, or after `timeout` s."""
     arm = ArmProcess(*process, **others)
     deadline = time.monotonic() + timeout
     late = ""

@@ -34,11 +34,7 @@ class TurnTaker:
         return True
 
     def take(self) -> None:
-        """Give the current turn back and wait for the next one, whose first step is counted already.
-
-        Raises:
-            ConnectionError: whoever gives the turns is gone.
-        """
+        """Give the turn back and wait for the next, its first step counted; ConnectionError where nobody gives one."""
         self._connection.send(self._ranks)
         try:
             self.turn, steps, self.ends_early = self._connection.recv()

@@ -147,11 +147,7 @@ def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
 def make_row(
     resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: bool, reference: float | None = None
 ) -> Row:
-    """Return the row of one arm, compared with the resident one bit by bit where `bitwise`.
-
-    `link` is what `bridge_fgo.tools.bench.probe` measured, `reference` what `reference_loop` returned; with None every
-    step counts.
-    """
+    """Return an arm's row, beside the resident one; without a `reference` loop every step counts."""
     base, mine = resident.result, run.result
     is_resident = run is resident
     e_of_a_second = min(link["d2h"], link["h2d"]) / base["state_bytes"]

@@ -93,11 +93,7 @@ def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
 
 
 def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
-    """Write the figure that `make` returns, given pyplot, to a file, whose name says in which format.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
+    """Write the figure that `make` makes of pyplot, in the format of the file's name; ValueError without it."""
     try:
         pyplot = agg_pyplot()
     except ImportError:

@@ -111,10 +111,7 @@ def read_name(text: str) -> tuple[str, dict[str, str]]:
 
 
 def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
-    """Return the resident arm with the same variables as `arm`; the first resident one where there is none.
-
-    Arms with Megatron-FSDP have resident ones of their own, of which one has to be there.
-    """
+    """Return the resident arm (Megatron-FSDP's own) with the variables of `arm`; the first where there is none."""
     residents = [other for other in among if other.is_resident and other.is_fsdp is arm.is_fsdp]
     return next((other for other in residents if other.environment == arm.environment), residents[0])
 

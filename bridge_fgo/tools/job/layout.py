@@ -92,10 +92,7 @@ def states_of_leaves(optimizer: Any) -> Iterator[OptimizerStates]:
 
 @contextlib.contextmanager
 def as_shards(groups: Any, dense: int, expert: int) -> Iterator[None]:
-    """Context in which this process has these ranks in the groups that share states of dense and expert parameters.
-
-    What ranks gather of each other is alike: they have the same parameters.
-    """
+    """Context in which this process has these ranks in the groups that share states, and others gather the same."""
     spread = {groups.dp_cp: dense, groups.intra_dp_cp: dense, groups.expt_dp: expert, groups.intra_expt_dp: expert}
     own_rank = torch.distributed.ProcessGroup.rank
 

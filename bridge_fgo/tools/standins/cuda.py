@@ -197,7 +197,7 @@ _installed: ExitStack | None = None
 
 
 def install_standins() -> None:
-    """Make Bridge's real train_step run on the CPU in this process, until `remove_standins`. Idempotent.
+    """Make Bridge's train_step run on the CPU in this process, until `remove_standins`. Idempotent.
 
     Imports Bridge before CUDA is replaced, as its imports look at the real `torch.cuda`; raises as `import_bridge`.
     """

@@ -13,10 +13,7 @@ from bridge_fgo.tools.arms.final_state import states
 
 
 class Diary:
-    """Phases of an iteration, and the bytes that a policy, its optimizer and the reference model take in them.
-
-    The package is not asked: what is shown should not depend on what has moved it.
-    """
+    """Phases of an iteration, and the bytes of the models and states in them, found without asking the package."""
 
     def __init__(self, model: Any, optimizer: Any, reference: Any) -> None:
         self._model, self._optimizer, self._reference = model, optimizer, reference

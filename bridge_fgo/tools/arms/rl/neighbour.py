@@ -33,11 +33,7 @@ class Neighbour:
         self._ask(0)  # it has its CUDA context before anything is measured
 
     def lend(self, nbytes: int) -> int:
-        """Have it take and fill so many bytes, look at them, and give them back; return how many it got.
-
-        Raises:
-            RuntimeError: it has not got them, they are not what it had filled them with, or it has ended.
-        """
+        """Have it take, fill, check and give back so many bytes; return how many it got; RuntimeError if it did not."""
         held = self._ask(max(0, nbytes - OWN_BYTES))
         self._ask(0)
         return held
@@ -78,11 +74,7 @@ class Holder:
         torch.zeros(1, device=self._device)
 
     def hold(self, nbytes: int) -> int:
-        """Give back what is held, then take and fill so many bytes; return how many are held.
-
-        Raises:
-            RuntimeError: somebody else has written into what was held; or there are not so many.
-        """
+        """Give back what is held, take and fill so many bytes; RuntimeError where others wrote, or there are not."""
         if any(not bool((tensor == self._number).all()) for tensor in self._held):
             raise RuntimeError("what it held was written by somebody else")
         self._held.clear()

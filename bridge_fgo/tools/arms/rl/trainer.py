@@ -152,10 +152,7 @@ class Trainer:
         return -torch.cat(found) if found else torch.zeros(inputs["labels"].shape, device=self.device)
 
     def update(self, batch: Batch) -> dict[str, Any]:
-        """Run one of Bridge's training steps; return "loss" and "kl", "grad_norm" and "skipped".
-
-        The first two are zeros on pipeline stages that are not the last.
-        """
+        """Run one of Bridge's training steps; return "grad_norm", "skipped", and the last stage's "loss" and "kl"."""
         from megatron.bridge.training import train
 
         losses, skipped, *_, grad_norm, _, _ = train.train_step(
