@@ -78,30 +78,20 @@ class FunctionPatch(Patch):
     """Wraps a function of a module, or a method of a class in it.
 
     The wrapper is skipped where nothing is installed, as in a function that somebody holds after an uninstall.
-
-    Args:
-        module: the module whose import the patch waits for, by the name that it has in Bridge 0.6; see `home_of`.
-        target: "function" or "Class.method".
-        wrapper: what is called in its place.
-        parameters: the names that the wrapper relies on; each must be a parameter of the function.
-        why: why this is the one binding to replace.
-        distribution: what the module comes with.
-        series: its releases that the patch was written for, as (first, end) of (major, minor). On a newer one its
-            signature decides, and a warning says that it was not tested.
-        optional: the target may be missing (another generation of mcore).
-        order: names of its first parameters, in the order of a call. With them the wrapper understands a function of
-            `*args` or `**kwargs`, which somebody has wrapped around the target without `functools.wraps`. Empty where
-            it does not.
     """
 
-    module: str
-    target: str
-    wrapper: Wrapper
-    parameters: tuple[str, ...]
-    why: str
-    distribution: str = "megatron-bridge"
+    module: str  # whose import the patch waits for, by the name that it has in Bridge 0.6; see `home_of`
+    target: str  # "function" or "Class.method"
+    wrapper: Wrapper  # what is called in its place
+    parameters: tuple[str, ...]  # the names that the wrapper relies on; each must be a parameter of the function
+    why: str  # why this is the one binding to replace
+    distribution: str = "megatron-bridge"  # what the module comes with
+    # Its releases that the patch was written for, as (first, end) of (major, minor). On a newer one the function's
+    # signature decides, and a warning says that it was not tested.
     series: tuple[tuple[int, int], tuple[int, int]] = ((0, 6), (0, 7))
-    optional: bool = False
+    optional: bool = False  # whether the target may be missing (another generation of mcore)
+    # Names of the first parameters, in the order of a call, by which the wrapper understands a function of `*args` or
+    # `**kwargs`, which somebody has wrapped around the target without `functools.wraps`; empty where it does not.
     order: tuple[str, ...] = ()
     name: str = field(init=False)
 

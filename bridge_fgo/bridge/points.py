@@ -152,16 +152,12 @@ class PointHook:
 
 
 class Layer(NamedTuple):
-    """A module that reports points.
-
-    is_sized: whether the same shapes always go into it, where a batch's are the same. Of an expert they are not: each
-        gets as many tokens as are routed to it.
-    is_watched: whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child,
-        follows from what goes into the layer, and each call takes the host some microseconds.
-    """
+    """A module that reports points."""
 
     module: Module
-    is_sized: bool = True
+    is_sized: bool = True  # whether batches of one shape go into it as one; an expert gets what is routed to it
+    # Whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child, follows
+    # from what goes into the layer, and each call takes the host some microseconds.
     is_watched: bool = True
 
 

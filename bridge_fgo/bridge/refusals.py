@@ -67,18 +67,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One row of a table.
-
-    setting: its name.
-    beside: what it cannot be combined with, by name; here and in `setting` a name with its value stands as it is.
-    text: why not, and what to do.
-    when: whether it is refused; by default where `setting` is True.
-    """
+    """One row of a table. A setting's name with a value stands as it is."""
 
     setting: str
-    beside: tuple[str, ...]
-    text: str | Callable[[Asked], str]
-    when: Callable[[Asked], bool] | None = None
+    beside: tuple[str, ...]  # the settings that it cannot be combined with
+    text: str | Callable[[Asked], str]  # why not, and what to do
+    when: Callable[[Asked], bool] | None = None  # whether it is refused; by default where `setting` is True
 
     def applies(self, asked: Asked) -> bool:
         """Return whether a run that asks for this is refused."""

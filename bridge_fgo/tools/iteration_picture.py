@@ -25,16 +25,12 @@ LEAST_SHARE = 0.005
 
 @dataclass(frozen=True)
 class State:
-    """A phase of an iteration.
+    """A phase of an iteration."""
 
-    name: what happens in it; bytes: on the device, by kind (see `KINDS`); seconds: of the move that leads to it, and
-    copied: its bytes; None where nothing moves.
-    """
-
-    name: str
-    bytes: dict[str, int]
-    seconds: float | None = None
-    copied: int | None = None
+    name: str  # what happens in it
+    bytes: dict[str, int]  # on the device, by kind; see `KINDS`
+    seconds: float | None = None  # of the move that leads to it; None where nothing moves
+    copied: int | None = None  # bytes of that move
 
 
 NAMES = {

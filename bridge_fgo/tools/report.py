@@ -83,21 +83,14 @@ class Settings:
 
 @dataclass(kw_only=True)
 class Run:
-    """One training run.
-
-    scalars: by name and step (counted from 1), in seconds where they are times.
-    is_fp32: whether the log keeps 32 bits of each number, as TensorBoard does.
-    totals: see `TOTALS`; what a run did not log is not in it.
-    note: what of the log does not belong to the run; "" for nothing.
-    is_beside: shown for its memory and speed, and not asked to be bitwise equal.
-    """
+    """One training run."""
 
     name: str
-    is_fp32: bool
-    scalars: Scalars = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    note: str = ""
-    is_beside: bool = False
+    is_fp32: bool  # whether the log keeps 32 bits of each number, as TensorBoard does
+    scalars: Scalars = field(default_factory=dict)  # by name and step (counted from 1), in seconds where they are times
+    totals: dict[str, float] = field(default_factory=dict)  # see `TOTALS`; what a run did not log is not in it
+    note: str = ""  # what of the log does not belong to the run
+    is_beside: bool = False  # shown for its memory and speed, and not asked to be bitwise equal
 
     @property
     def on_cpu(self) -> bool:

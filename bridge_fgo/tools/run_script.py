@@ -22,19 +22,13 @@ WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # options of Python that t
 
 @dataclass(frozen=True)
 class Request:
-    """A script to run, its arguments, and the package's settings.
+    """A script to run, its arguments, and the package's settings."""
 
-    script: a file, or with `module` the dotted name of a module, run as `python -m` runs it.
-    offload: whether to set the offload flag in whatever config the script trains with.
-    config: the keyword arguments of `bridge_fgo.OffloadConfig` that the user gave; what is missing there keeps the
-    default that OffloadConfig documents.
-    """
-
-    script: Path
+    script: Path  # a file, or with `module` the dotted name of a module, run as `python -m` runs it
     args: tuple[str, ...] = ()
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # the arguments of `OffloadConfig` that the user gave
     module: bool = False
-    offload: bool = False
+    offload: bool = False  # whether to set the offload flag in whatever config the script trains with
 
 
 def prepare(request: Request) -> None:

@@ -17,23 +17,15 @@ from bridge_fgo.tools.bench.steps import warm_steps
 
 @dataclass(frozen=True)
 class ArmRounds:
-    """One arm, a value a round.
-
-    seconds: median of the steps that count, which are all of a turn but its first.
-    host_loop_seconds: median of their slowest ranks' loop; () where nobody timed it.
-    compared_with: name of the arm that this one is compared with.
-    ratio: `seconds` over those of that arm.
-    added_seconds: median over rounds of what is added to that arm's.
-    e: that over S / link; None for a resident arm.
-    """
+    """One arm, a value a round."""
 
     arm: str
-    seconds: tuple[float, ...]
-    host_loop_seconds: tuple[float, ...]
-    compared_with: str
-    ratio: tuple[float, ...]
-    added_seconds: float
-    e: float | None
+    seconds: tuple[float, ...]  # median of the steps that count, which are all of a turn but its first
+    host_loop_seconds: tuple[float, ...]  # median of their slowest ranks' loop; () where nobody timed it
+    compared_with: str  # name of the arm that this one is compared with
+    ratio: tuple[float, ...]  # `seconds` over those of that arm
+    added_seconds: float  # median over rounds of what is added to that arm's
+    e: float | None  # that over S / link; None for a resident arm
 
 
 def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:

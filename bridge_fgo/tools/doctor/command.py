@@ -30,22 +30,18 @@ CONFIG_NOT_READ = 2
 
 @dataclass
 class Findings:
-    """What came out, as `--json` prints it.
-
-    refusals end training before it starts; warnings do not. verdict: whether this machine can train. error: why the
-    config cannot be read, or "".
-    """
+    """What came out, as `--json` prints it."""
 
     installed: dict[str, Any]
     machine: dict[str, Any]
     link_bytes_per_second: dict[str, float] | None = None
     config: dict[str, Any] | None = None
-    refusals: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)  # end training before it starts
+    warnings: list[str] = field(default_factory=list)  # do not
     notes: list[str] = field(default_factory=list)
     target: str | None = None
-    error: str = ""
-    verdict: str = ""
+    error: str = ""  # why the config cannot be read
+    verdict: str = ""  # whether this machine can train
 
     def refuse(self, refusals: list[str], flag: bool) -> None:
         """Note what training refuses, with the flag as it is or once it is set."""

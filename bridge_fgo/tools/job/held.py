@@ -19,20 +19,15 @@ FP8_BYTES = 2
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter as one rank holds it, after tensor and expert parallelism.
-
-    dtype: of its elements; quantized: kept in FP8 (dtype is then what it was made from); expert: belongs to an
-    expert that not every rank has, so that its states are spread over fewer ranks; own_bucket: a shared
-    embedding, which mcore gives a bucket of its own; trainable: has gradients and states.
-    """
+    """A parameter as one rank holds it, after tensor and expert parallelism."""
 
     name: str
     numel: int
-    dtype: torch.dtype = torch.bfloat16
-    quantized: bool = False
-    expert: bool = False
-    own_bucket: bool = False
-    trainable: bool = True
+    dtype: torch.dtype = torch.bfloat16  # of its elements; of a quantized one what it was made from
+    quantized: bool = False  # kept in FP8
+    expert: bool = False  # of an expert that not every rank has, so that its states are spread over fewer ranks
+    own_bucket: bool = False  # a shared embedding, which mcore gives a bucket of its own
+    trainable: bool = True  # has gradients and states
 
 
 Chunk = list[Tensor]  # the parameters of one model chunk, in the model's order
@@ -44,18 +39,14 @@ whether it lies in a storage that others hold views of."""
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """The states of one of mcore's optimizers on a rank: what the engine's source says of them.
+    """The states of one of mcore's optimizers on a rank: what the engine's source says of them."""
 
-    divides: whether masters are copied to weights part by part.
-    kinds: the lists of states that its parameters have; bundles: of each parameter the number of its list and its
-    elements, and where the states lie in a home (`State.home`) the number of that and their first byte there.
-    homes: bytes of each home.
-    """
-
-    divides: bool
-    kinds: list[list[StateKind]]
+    divides: bool  # whether masters are copied to weights part by part
+    kinds: list[list[StateKind]]  # the lists of states that its parameters have
+    # Of each parameter the number of its list and its elements, and where the states lie in a home (`State.home`) the
+    # number of that and their first byte there.
     bundles: list[list[int]]
-    homes: list[int]
+    homes: list[int]  # bytes of each home
 
     @classmethod
     def of(cls, source: Source) -> OptimizerStates:
@@ -105,24 +96,19 @@ def _state(param: torch.Tensor, kind: StateKind, homes: list[Home], place: list[
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of a pipeline stage hold, in bytes.
+    """What the ranks of a pipeline stage hold, in bytes."""
 
-    parameters, gradients: of each rank, with the padding of buffers. Under Megatron-FSDP also gathered: at most so much
-    beside them in forward and backward, of weights that all ranks gather and of gradients that are not reduced yet;
-    in_step: what of these stays in the optimizer step, and the step's gradients in the masters' dtype.
-    buffers: of each of DDP's buffers of parameters the bytes of an element, of the buffer, and of a rank's share of it.
-    optimizers: the states of mcore's optimizers, each once; ranks: of each rank which of them it has.
-    buckets: of DDP's buckets of gradients the number of the last of the stage's tensors in it, with which a backward
-    begins, and its bytes; none under Megatron-FSDP.
-    """
-
-    parameters: int
-    gradients: int
-    gathered: int
-    in_step: int
-    buffers: list[tuple[int, int, int]]
-    optimizers: list[OptimizerStates]
-    ranks: list[list[int]]
+    parameters: int  # of each rank, with the padding of buffers
+    gradients: int  # likewise
+    gathered: int  # by Megatron-FSDP beside them in forward and backward, at most, and of gradients not reduced yet
+    in_step: int  # what of these stays in the optimizer step, and the step's gradients in the masters' dtype
+    buffers: list[
+        tuple[int, int, int]
+    ]  # of each of DDP's for parameters: bytes of an element, of all, of a rank's share
+    optimizers: list[OptimizerStates]  # the states of mcore's optimizers, each once
+    ranks: list[list[int]]  # of each rank which of them it has
+    # Of DDP's buckets of gradients the number of the last of the stage's tensors in it, with which a backward begins,
+    # and its bytes; none under Megatron-FSDP.
     buckets: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod

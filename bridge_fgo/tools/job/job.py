@@ -22,34 +22,21 @@ from bridge_fgo.tools.job.target import without_folder
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as far as it is known without running it.
+    """A job, as far as it is known without running it."""
 
-    config: sections of settings as namespaces; dtypes are `torch.dtype`s.
-    stages: of each pipeline stage its model chunks; empty where Bridge refuses the config.
-    source: "Megatron-Bridge's model builder", with the versions where its answer is kept.
-    offload: the settings in force, from the command line and the config.
-    flag: whether the config asks for the offload; refusals: why this package refuses it with the flag set.
-    engine: that would serve it; None where it is refused.
-    bridge_refuses: why Bridge itself refuses the config.
-    gpus_given: whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest.
-    held: of each pipeline stage what its ranks hold, by mcore's own layout; empty where that is not known.
-    not_held: why it is not.
-    recomputations: of kinds of recomputation that Bridge does not take as they are what has to be turned off, or why
-        it refuses them.
-    """
-
-    config: SimpleNamespace
+    config: SimpleNamespace  # sections of settings as namespaces; dtypes are `torch.dtype`s
     parallel: Parallel
-    stages: list[list[Chunk]]
-    source: str
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-    flag: bool = False
-    refusals: list[str] = field(default_factory=list)
-    engine: str | None = None
-    bridge_refuses: str | None = None
-    gpus_given: bool = True
-    held: list[Held] = field(default_factory=list)
-    not_held: str = ""
+    stages: list[list[Chunk]]  # of each pipeline stage its model chunks; empty where Bridge refuses the config
+    source: str  # "Megatron-Bridge's model builder", with the versions where its answer is kept
+    offload: OffloadConfig = field(default_factory=OffloadConfig)  # in force, from the command line and the config
+    flag: bool = False  # whether the config asks for the offload
+    refusals: list[str] = field(default_factory=list)  # why this package refuses it with the flag set
+    engine: str | None = None  # that would serve it; None where it is refused
+    bridge_refuses: str | None = None  # why Bridge itself refuses the config
+    gpus_given: bool = True  # whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest
+    held: list[Held] = field(default_factory=list)  # by stage, by mcore's own layout; empty where that is not known
+    not_held: str = ""  # why it is not
+    # of kinds of recomputation that Bridge does not take as they are: what has to be turned off, or why it refuses them
     recomputations: dict[str, list[str] | str] = field(default_factory=dict)
 
     @property

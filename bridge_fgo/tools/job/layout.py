@@ -145,21 +145,15 @@ def _in_fsdp(config: Any, ddp: Any, settings: Any, chunks: list[Any], groups: An
 
 @dataclass(frozen=True)
 class Bucket:
-    """The bytes that a rank has of one parameter group of Megatron-FSDP.
+    """The bytes that a rank has of one parameter group of Megatron-FSDP."""
 
-    unit: number of the layer that is gathered with it, None outside of layers. parameters, gradients: of its part, or
-    of all where that is not spread. weights, reduced: of the temporary buckets in which weights are gathered, and
-    gradients wait to be reduced. cast: of the step's gradients in the masters' dtype, where that is another. numel: the
-    group's elements.
-    """
-
-    unit: int | None
-    numel: int
-    parameters: int
-    gradients: int
-    weights: int
-    reduced: int
-    cast: int
+    unit: int | None  # number of the layer that is gathered with it, None outside of layers
+    numel: int  # the group's elements
+    parameters: int  # of its part, or of all where that is not spread
+    gradients: int  # likewise
+    weights: int  # of the temporary buckets in which weights are gathered
+    reduced: int  # of those in which gradients wait to be reduced
+    cast: int  # of the step's gradients in the masters' dtype, where that is another
 
 
 def buckets_of(chunk: Any, ddp: Any, parallel: Parallel) -> Iterator[Bucket]:
