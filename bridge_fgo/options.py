@@ -175,9 +175,6 @@ def _given_type(option: Option) -> Any:
 
 
 OffloadOptions = make_dataclass(
-    "OffloadOptions",
-    [(option.setting, _given_type(option), None) for option in OPTIONS],
-    kw_only=True,
-    module=__name__,
+    "OffloadOptions", [(option.setting, _given_type(option), None) for option in OPTIONS], kw_only=True, module=__name__
 )
 """Base of a dataclass with a command line's settings: one field for each option, None if it was not given."""

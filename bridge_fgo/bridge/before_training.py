@@ -13,13 +13,7 @@ from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engi
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
-from bridge_fgo.bridge.settings import (
-    SETTINGS,
-    caller,
-    given_settings,
-    settings_of,
-    write_settings,
-)
+from bridge_fgo.bridge.settings import SETTINGS, caller, given_settings, settings_of, write_settings
 from bridge_fgo.config import needing_offload
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late

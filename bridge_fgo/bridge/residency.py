@@ -43,9 +43,7 @@ _open = weakref.WeakSet["Residency"]()
 """Those that are not closed. The hooks on its model keep each alive as long as the model is."""
 
 
-def _verb[**P, R](
-    method: Callable[Concatenate[Residency, P], R],
-) -> Callable[Concatenate[Residency, P], R]:
+def _verb[**P, R](method: Callable[Concatenate[Residency, P], R]) -> Callable[Concatenate[Residency, P], R]:
     """Have calls of threads wait for each other, outside of autograd and of an inference mode that is on."""
 
     @wraps(method)

@@ -17,11 +17,7 @@ TRAIN = f"{TRAINING}.train"
 MIMO = f"{TRAINING}.train_megatron_mimo"
 CHECKPOINTING = f"{TRAINING}.checkpointing"
 
-READERS = (
-    "get_parameter_state_dp_zero",
-    "get_parameter_state_dp_reshardable",
-    "save_parameter_state",
-)
+READERS = ("get_parameter_state_dp_zero", "get_parameter_state_dp_reshardable", "save_parameter_state")
 """Methods of DistributedOptimizer that read states."""
 
 LOADERS = (

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.memory.layout import (
-    ChooseCodec,
-    SlabPlace,
-    lay_out,
-    offloaded_bundles,
-    part_bytes,
-    pipeline_bytes,
-)
+from bridge_fgo.memory.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.memory.slab import Part, Slab, SlabState
 from bridge_fgo.states.source import Source
 

@@ -122,8 +122,7 @@ def run_command(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="Training script.", show_default=False)],
     args: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False),
+        list[str] | None, typer.Argument(metavar="ARGS", help="Passed to SCRIPT verbatim.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as with python -m.")] = False,
     set_flag: Annotated[

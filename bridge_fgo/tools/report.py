@@ -31,10 +31,7 @@ TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "peak_forward_backward_bytes": ("peak in forward and backward", (f"{OURS}peak_forward_backward_bytes",)),
     "peak_step_bytes": ("peak in the rest of the step", (f"{OURS}peak_step_bytes",)),
     "peak_allocated_bytes": ("peak allocated", ("memory/mem-max-allocated-gigabytes",)),
-    "peak_reserved_bytes": (
-        "peak reserved",
-        (f"{OURS}peak_reserved_bytes", "memory/mem-max-reserved-gigabytes"),
-    ),
+    "peak_reserved_bytes": ("peak reserved", (f"{OURS}peak_reserved_bytes", "memory/mem-max-reserved-gigabytes")),
     "released_bytes": ("released", (f"{OURS}released_bytes",)),
     "pinned_bytes": ("pinned host memory", (f"{OURS}pinned_bytes",)),
     "bytes_offloaded": ("copied to the host in a step", (f"{OURS}bytes_offloaded",)),
@@ -70,9 +67,7 @@ class Settings:
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN [RUN]...",
-            help="TensorBoard log, or wandb:ENTITY/PROJECT/RUN.",
-            show_default=False,
+            metavar="RUN [RUN]...", help="TensorBoard log, or wandb:ENTITY/PROJECT/RUN.", show_default=False
         ),
     ]
     beside: Annotated[

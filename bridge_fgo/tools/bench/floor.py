@@ -4,14 +4,7 @@ from __future__ import annotations
 
 
 def floor_seconds(
-    nbytes: int,
-    d2h: float,
-    h2d: float,
-    duplex: float,
-    backward: float,
-    first_forward: float,
-    between: float,
-    room: int,
+    nbytes: int, d2h: float, h2d: float, duplex: float, backward: float, first_forward: float, between: float, room: int
 ) -> float:
     """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
 

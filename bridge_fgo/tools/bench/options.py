@@ -29,8 +29,7 @@ class Settings:
     ] = None
     preset: Annotated[Preset, option("What to train.")] = "short"
     steps: Annotated[
-        int | None,
-        option("Steps of each arm, 16 by default; from the 7th on they count. Not with --in-turn.", min=8),
+        int | None, option("Steps of each arm, 16 by default; from the 7th on they count. Not with --in-turn.", min=8)
     ] = None
     rounds: Annotated[int, option("With --in-turn: how often each arm has its turn.", min=1)] = 1
     in_turn: Annotated[
@@ -42,8 +41,7 @@ class Settings:
     ] = False
     turn_steps: Annotated[int, option("With --in-turn: steps of a turn, of which the first does not count.", min=2)] = 5
     time_limit: Annotated[
-        float | None,
-        option("With --in-turn: seconds after which no further round begins; those that are done count."),
+        float | None, option("With --in-turn: seconds after which no further round begins; those that are done count.")
     ] = None
     half_budget_gib: Annotated[
         float | None, option("Budget of the half arm; by default half of the saving, by the resident arm's peak.")
@@ -54,8 +52,7 @@ class Settings:
         int | None, option("Microbatches of a step on each data-parallel rank; default: the preset's.", min=1)
     ] = None
     layers: Annotated[
-        int | None,
-        option("Layers of the model; default: the preset's. Fewer let arms fit side by side.", min=1),
+        int | None, option("Layers of the model; default: the preset's. Fewer let arms fit side by side.", min=1)
     ] = None
     optimizer: Annotated[
         Optimizer,
@@ -66,8 +63,7 @@ class Settings:
         option("Two arms more, with Megatron-FSDP that shards this: E beside that of DistributedOptimizer."),
     ] = None
     full_graphs: Annotated[
-        bool,
-        option("Capture forward and backward of a step into one CUDA graph, in every arm.", "--full-graphs"),
+        bool, option("Capture forward and backward of a step into one CUDA graph, in every arm.", "--full-graphs")
     ] = False
     megatron_lm: Annotated[
         list[Path] | None,

@@ -6,11 +6,7 @@ from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in
 
-NONE: dict[str, Any] = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-}
+NONE: dict[str, Any] = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 """Settings of the model's config, as those below."""
 OF_ATTENTION = NONE | {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 KINDS = {
