@@ -47,8 +47,7 @@ from bridge_fgo.states.shadowed import shadowed
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 """Attributes that Megatron-FSDP sets on a local shard: torch's checkpoints read its place in the whole from them."""
 
-_loaded_into: list[Attachment] | None = None
-"""The sources whose states a checkpoint is being loaded into; None while none is."""
+_loaded_into: list[Attachment] | None = None  # of the checkpoint that is being loaded; None while none is
 
 
 STATE_DICT = "raw_state_dict"  # the parameter of `hands_out_states` with the state dictionary

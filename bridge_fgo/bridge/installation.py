@@ -38,8 +38,7 @@ class Installation:
         self._applied: list[Patch] = []
         self._wait(patches())
         self.frameworks: tuple[str, ...] = ()  # the frameworks whose functions it patches
-        self.keeps_queues = False
-        """Whether the number of CUDA's queues for copies in the environment is this installation's."""
+        self.keeps_queues = False  # whether CUDA's number of queues for copies in the environment is this one's
 
     def __enter__(self) -> Installation:
         self._entered += 1

@@ -27,8 +27,7 @@ Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]  # a wrapt wrapper: (wrapp
 
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
-_warned: set[tuple[str, str]] = set()
-"""Newer releases of which it has been said that they were not tested, as (distribution, version)."""
+_warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
 
 
 class Patch(ABC):

@@ -15,10 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bridge_fgo.offload.profile import Mark
 
-Point = Callable[[Mark], bool]
-"""Passes a point; returns False where nothing may move, and so its backward is none either (`Engine.point`)."""
-Forward = Callable[[int, int], None]
-"""Takes the number of a layer whose forward begins, and the bytes of what goes into it (`Engine.forward`)."""
+Point = Callable[[Mark], bool]  # returns False where nothing may move, and so its backward is none either
+Forward = Callable[[int, int], None]  # of a layer's number, and the bytes that go into it (`Engine.forward`)
 
 
 class ModelPoints:
@@ -161,8 +159,7 @@ class Layer(NamedTuple):
     is_watched: bool = True
 
 
-ENOUGH_LAYERS = 16
-"""With so many layers or more, their children report no points: each point costs the host some microseconds."""
+ENOUGH_LAYERS = 16  # of so many layers children report no points, as each takes the host some microseconds
 
 
 def layers(chunk: Module) -> list[Layer]:

@@ -56,8 +56,7 @@ class Measurement:
 
     def __init__(self) -> None:
         self.peaks = Peaks(PeakMeter())
-        self.scalars: dict[str, float] = {}
-        """Figures of the newest step in bytes, by the tags of `bridge_fgo.Stats.scalars`; no peaks without a GPU."""
+        self.scalars: dict[str, float] = {}  # of the newest step in bytes, by tag; no peaks without a GPU
 
     @contextmanager
     def training_step(self, model_config: Any) -> Iterator[None]:

@@ -39,8 +39,7 @@ from bridge_fgo.sleep.weights import HostParam, Weights
 
 PARAMS = frozenset[Kind](("params",))
 
-_open = weakref.WeakSet["Residency"]()
-"""Those that are not closed. The hooks on its model keep each alive as long as the model is."""
+_open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
 
 def _verb[**P, R](method: Callable[Concatenate[Residency, P], R]) -> Callable[Concatenate[Residency, P], R]:

@@ -115,8 +115,7 @@ class Session:
         self.began = False  # whether a training step has begun
         self.updates = 0  # steps of optimizers so far; one that is skipped is none
         self._updates_before = 0  # those before the newest training step
-        self.updated = False
-        """Whether the optimizer stepped in the newest training step; the wrapper of the step sets it."""
+        self.updated = False  # whether the optimizer stepped in the newest training step, as its wrapper says
         self._over_budget = False
         self._planned_steps = 0  # those with a plan so far
         self._is_proven = False  # whether a step has released what was planned

@@ -22,8 +22,7 @@ SETTINGS = "offload"  # the field of OptimizerConfig
 NAMES = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 
 _installed: OffloadConfig | None = None
-_written: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
-"""The configs that `write_settings` has filled, and what they held before."""
+_written: list[tuple[weakref.ref[Any], dict[str, Any]]] = []  # configs that were filled, and what they held before
 
 
 def nothing_set() -> dict[str, Any]:
@@ -112,8 +111,7 @@ class Caller:
 
     sets_flag: bool = False  # whether the flag is set first; for `bridge-fgo run`
     saw_flag: bool = False  # whether the flag was set in any config so far
-    refuses: bool = False
-    """Whether the command lists the refusals, so that validation refuses nothing in this package's name."""
+    refuses: bool = False  # whether the command lists the refusals, so that validation refuses none of them
 
 
 caller = Caller()

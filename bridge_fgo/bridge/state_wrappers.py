@@ -278,8 +278,7 @@ def _is_whole_tensor(value: Any) -> bool:
 
 # Checkpoints of a Float16OptimizerWithFloat16Params.
 
-MASTER = "fp32_param"
-"""What the master is called here, among the states of its parameter: no optimizer's state has that name."""
+MASTER = "fp32_param"  # among the states of its parameter: no optimizer's state has that name
 
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 """Where a state dictionary has the masters, param group by param group; the latter in old checkpoints."""

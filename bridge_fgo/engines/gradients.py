@@ -31,8 +31,7 @@ from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
 
-MANAGED = "_bridge_fgo_gradients"
-"""Attribute of a `_ParamAndGradBuffer`, and of a bucket group, that holds the `Gradients` that it belongs to."""
+MANAGED = "_bridge_fgo_gradients"  # attribute of a buffer and of a bucket group: the `Gradients` that has it
 
 MOST_LEAVING = 4
 """Buckets whose copies out may be under way. DDP closes a bucket at 40 million parameters, 0.16 GB in fp32, so that
@@ -84,15 +83,13 @@ class Gradients:
         self.interrupted = False  # whether an error has ended the newest pass
         self._transfers = transfers
         self._guard = Guard(self._whole_is_used)
-        self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}
-        """mcore's buffers by their `id`, with their buckets."""
+        self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}  # mcore's, by `id`, with their buckets
         self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
         self._group_of: dict[GradientBucket, Any] = {}  # mcore's bucket group of each
         self._in_use: list[GradientBucket] = []  # those that a backward has brought, and that are to leave
         self._leaving: deque[GradientBucket] = deque()
         self._forwards: deque[int] = deque([-1], maxlen=AHEAD + 1)  # the layers whose forward began last
-        self._lead = -1
-        """The first of them when the present backward began: there the next such backward has its first prefetched."""
+        self._lead = -1  # the first of them in the present backward: the next such prefetches from there on
         self._orders: dict[int, list[GradientBucket]] = {}  # the buckets that a backward needed, in order, by its lead
         self._needed: list[GradientBucket] = []  # those that the present backward has needed; none before it begins
         for ddp in ddps:

@@ -76,14 +76,12 @@ class NativeEngine(CheckpointingEngine):
             announce=lambda text: schedule.holding.announce(text),
             warn=lambda text: schedule.holding.warn(text),
         )
-        self.hosts_beside: list[HostBuffer] = []
-        """Host memory that is page-locked together with that of the states: of gradients."""
+        self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
         self._said_whole: set[str] = set()
         self._is_saved_next = False
-        self._stepped: set[Source] | None = None
-        """Sources that have ended their step in the present training step; None before any has begun to step."""
+        self._stepped: set[Source] | None = None  # that have ended their step in this training step; None before one
 
     @property
     def slabs(self) -> list[Slab]:

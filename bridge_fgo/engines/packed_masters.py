@@ -48,8 +48,7 @@ class PackedMasters:
         self._may_decide = decides
         self._announce, self._warn = announce, warn
         self._watched = 0  # steps in a row at whose end the weights' sums were taken
-        self._then: dict[Source, torch.Tensor] = {}
-        """The sums of the weights when the masters of a source left; without those whose masters are here."""
+        self._then: dict[Source, torch.Tensor] = {}  # sums of the weights when the masters of a source left, if away
         self._differ: torch.Tensor | None = None  # whether weights have changed in a step that was watched
         self._checked: set[Source] = set()  # sources whose weights were compared for the next optimizer step
         # those whose masters were brought back though the weights had changed, and were not written since

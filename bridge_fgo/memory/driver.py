@@ -143,8 +143,7 @@ class Kernel:
         self._pointers = (ctypes.c_void_p * len(words))(*starts)
         self._arguments = ctypes.c_void_p(ctypes.addressof(self._pointers))
         one = ctypes.c_uint(1)
-        self._block = one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0)
-        """The grid's third dimension, the block's three, and bytes of shared memory."""
+        self._block = one, ctypes.c_uint(threads), one, one, ctypes.c_uint(0)  # grid z, block, shared bytes
 
     def launch(self, grid: Grid, stream: Handle, *words: int) -> None:
         """Enqueue the kernel on a `cudaStream_t`; `words` that it does not look at may be missing at the end."""

@@ -61,8 +61,7 @@ class GradientBucket:
         self.moves = False  # whether it leaves between microbatches, so that reads are counted
         self.read: set[int] = set()  # parameters, by `id`, whose gradient was read since the bucket came
         self._streams: set[int] = set()  # those on which it was
-        self.asleep = ""
-        """The call that brings the gradients back from a sleep, which errors name; empty while they are awake."""
+        self.asleep = ""  # the call that ends a sleep of the gradients, which errors name; empty while awake
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
         self._data = weakref.ref(data)

@@ -20,8 +20,7 @@ PCI = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 NUMA_MAPS = Path("/proc/self/numa_maps")
-MAPPING_BYTES = 256
-"""A line of `NUMA_MAPS` at the most. For each one the kernel walks the pages of a mapping, so that no more is read."""
+MAPPING_BYTES = 256  # of a line of `NUMA_MAPS`; for each one more the kernel would walk a mapping's pages
 
 
 class Pool(NamedTuple):

@@ -141,8 +141,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes
-        """Returns what an allocation takes; see `block_rounding`."""
+        self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes  # what one takes; see `block_rounding`
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
         Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
@@ -168,8 +167,7 @@ class Traffic:
     def __init__(self) -> None:
         self.out = 0
         self.back = 0
-        self.released = self.most_released = 0
-        """Off the GPU now; and the most that was at once since the newest pass began."""
+        self.released = self.most_released = 0  # off the GPU now, and at most since the newest pass began
         self.seconds = 0.0  # host time spent on the moves
         self.touches = Touches()  # counts states that came back because code used them
 
@@ -219,12 +217,9 @@ def block_rounding(device: torch.device) -> Callable[[int], int]:
     return rounded
 
 
-LEAST_MARGIN = 32
-"""The margin is a 32nd of the GPU's memory at least (4.4 of 140 GiB): the first steps show few of the holes to come."""
+LEAST_MARGIN = 32  # of the GPU's memory is the margin, at least: the first steps show few holes to come
 
-MOST_HOLES = 16
-"""Of the holes of the first steps no more than a 16th of the memory counts: what a load has reserved is
-used again."""
+MOST_HOLES = 16  # of the memory are the holes that count, at most: what a load has reserved is used again
 
 GROWTH = 1.25  # factor by which the margin grows, at least, each time that it was too small
 

@@ -23,8 +23,7 @@ EACH = 8  # elements that a thread takes at once: 16 bytes of weights, the wides
 HASH_FACTORS = (0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93)
 """Odd, of 64 bits with the highest set. Two rounds of them, so that changes do not cancel in a sum of hashes."""
 
-MOST_TOGETHER = 16
-"""Slabs of one launch: where each is takes three words of its arguments, of which old drivers take 4 KiB."""
+MOST_TOGETHER = 16  # slabs of one launch, each with three words of its arguments, 4 KiB in old drivers
 
 SOURCE = f"""{TYPES}
 #define EACH {EACH}
@@ -141,8 +140,7 @@ extern "C" __global__ void sum(const Segment *segments, u64 *sums) {
     if (threadIdx.x % 32 == 0 && total) atomicAdd(&sums[s.row], total);
 }
 """
-Place = tuple[Sequence[WeightShard], Sequence[int]]
-"""The weights of a slab's masters, and where each master begins in the slab, in elements."""
+Place = tuple[Sequence[WeightShard], Sequence[int]]  # weights of a slab's masters, and each one's first element there
 
 RowMove = tuple[int, torch.Tensor, torch.Tensor, int]
 """A slab's row of the sums, its masters, their copied form (uint8 both), and where the bits are in that, in bytes."""

@@ -21,8 +21,7 @@ from bridge_fgo.memory.layout import ALIGNMENT, Codec, SlabLayout
 from bridge_fgo.memory.remainder_kernels import HASH_FACTORS, SOURCE, RemainderKernels, RowMove
 from bridge_fgo.memory.state import State, WeightShard
 
-CHUNK = 2**22
-"""Elements that the operators without kernels of their own take at once: their temporaries are of 8 bytes each."""
+CHUNK = 2**22  # elements that operators without kernels take at once, with temporaries of 8 bytes each
 
 
 def encoded_bytes(slab_bytes: int) -> int:
@@ -55,8 +54,7 @@ class SlabRemainders(Codec):
         return bool(self._remainders.sums[self.row, 1].item())
 
 
-MastersMove = tuple[Any, torch.Tensor, torch.Tensor]
-"""A slab's `SlabRemainders`, its memory and its staging memory, uint8 both."""
+MastersMove = tuple[Any, torch.Tensor, torch.Tensor]  # a slab's codec, its memory and its staging memory, both uint8
 
 
 class Remainders:

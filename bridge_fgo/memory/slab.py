@@ -24,8 +24,7 @@ from bridge_fgo.memory.meters import Ledger, Traffic
 from bridge_fgo.memory.remainders import MastersMove
 from bridge_fgo.memory.transfers import Transfers
 
-MOST_IN_TRANSIT = 4
-"""Slabs that are copied at the same time where all of them move: staging memory comes on top of theirs."""
+MOST_IN_TRANSIT = 4  # slabs that are copied at once where all move: staging memory comes on top of theirs
 
 AWAY = (
     "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "

@@ -39,8 +39,7 @@ class StorageSlab:
     ) -> None:
         self.name = name
         self._named = [*named, (name, tensor)]
-        self._aliases: list[weakref.ref[torch.Tensor]] = []
-        """The tensors on the storage, whoever holds them, that `find_aliases` found."""
+        self._aliases: list[weakref.ref[torch.Tensor]] = []  # on the storage, as `find_aliases` found them
         self._users = 0  # how many users the storage had then
         self._guard = Guard(self._touched)
         self._advice = f"used, and its memory is away: call {comes_by} first"
@@ -52,8 +51,7 @@ class StorageSlab:
         self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
-        self.host_digests: tuple[int, ...] | None = None
-        """`byte_sums(parts)` when the host copy was made; None where there is none, or nobody took them."""
+        self.host_digests: tuple[int, ...] | None = None  # `byte_sums(parts)` when the host copy was made, if taken
 
     @property
     def is_away(self) -> bool:

@@ -20,8 +20,7 @@ MOST_PROFILES = 8
 """Profiles that are kept, of passes that cannot merge: they are of several kinds, or several layers ran in them. Each
 point of a pass is compared with one of each."""
 
-MOST_LOST = 32
-"""Passes in the midst of which no plan held any more that are measured; of those that follow each 32nd is."""
+MOST_LOST = 32  # passes that lost their plan midway that are measured; of those that follow each 32nd is
 
 MARGIN_SHARE = 1 / 12
 """Share of the bytes that activations take and give back to stay below. On H200, 15.4 GB of them: with a margin of 0.6

@@ -24,8 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam calls its moments
 
 MASTER = "master_param"  # what TE's FusedAdam calls a master weight that it keeps itself
 
-UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")
-"""Attributes in which generation 1 and 2 of mcore keep their offloader."""
+UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")  # of mcore's generations 1 and 2
 
 TORCH = (torch.optim.Adam, torch.optim.AdamW)
 

@@ -25,8 +25,7 @@ MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 
 MOMENTUM = "momentum_buffer"  # what they call the momentum, of the parameter's shape
 
-SECOND_MOMENT = "moment2_buffer"
-"""What AdaptiveMuon calls the second moment: of the parameter's shape, of a row's or a column's, or one number."""
+SECOND_MOMENT = "moment2_buffer"  # AdaptiveMuon's: of the parameter's shape, a row's, a column's, or one number
 
 
 def is_muon(inner: Any) -> bool:

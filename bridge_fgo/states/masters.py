@@ -15,8 +15,7 @@ from bridge_fgo.states.shadowed import shadowed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-Buffers = dict[int, Callable[[], torch.Tensor]]
-"""What reads each weight buffer, by the `id` of its bucket: one callable for each buffer."""
+Buffers = dict[int, Callable[[], torch.Tensor]]  # reads each weight buffer, one callable by the `id` of its bucket
 
 
 class MasterCopy:
@@ -33,8 +32,7 @@ class MasterCopy:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._copied: frozenset[int] | None = frozenset()
-        """`id` of each master that was copied in the present optimizer step; None while a part is."""
+        self._copied: frozenset[int] | None = frozenset()  # by `id`, in the present step; None while a part is
         self._pairs: dict[int, tuple[Any, Any]] = {}
 
     def divides(self) -> bool:
@@ -132,8 +130,7 @@ KINDS = 5
 """How many such lists there are. Megatron-LM #6544 returns one more, of masters that it made in host memory; with
 the flag hidden from it there are none, and the list stays as it came."""
 
-_late: list[tuple[Any, torch.Tensor]] | None = None
-"""Weight and master, for each master that was emptied; None outside of `masters_made_late`."""
+_late: list[tuple[Any, torch.Tensor]] | None = None  # weight and emptied master; None outside of `masters_made_late`
 
 
 @contextmanager

@@ -19,8 +19,7 @@ KINDS = {
     "others": ("activations, caches", "tab:green"),
 }
 """Kinds of memory: what to call them, and their colours."""
-LEAST_SHARE = 0.005
-"""Share of the highest bar below which a kind is too thin to be seen, and has no entry in the legend."""
+LEAST_SHARE = 0.005  # of the highest bar; a kind below it is too thin to be seen, and not in the legend
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,11 @@ NOT_EQUAL = 1
 LOSS = "lm loss"
 GRAD_NORM = "grad-norm"
 SECONDS = "iteration-time"
-OURS = "bridge_fgo/"
-"""Names of scalars are Bridge's TensorBoard tags, and this package's begin with this; see `Stats.scalars`."""
+OURS = "bridge_fgo/"  # of scalars, which have Bridge's TensorBoard tags, this package's begin with this
 TFEVENTS = "events.out.tfevents*"
 WANDB = "wandb:"
 
-NO_SPEED = "CPU: no speed"
-"""Said in place of step times where a run was on a CPU: its copies are stand-ins, so its seconds mean nothing."""
+NO_SPEED = "CPU: no speed"  # in place of step times of a run on a CPU, whose copies are stand-ins
 
 TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
     "peak_forward_backward_bytes": ("peak in forward and backward", (f"{OURS}peak_forward_backward_bytes",)),

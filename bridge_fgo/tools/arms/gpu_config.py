@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 
-LAYER_WISE_CHUNK_MIB = 512
-"""Bytes that mcore's step of Muon brings to the GPU at a time; a part of this package's step is about as large."""
+LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a time, as a part of this package's
 
 
 def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:

@@ -24,8 +24,7 @@ PRESETS = {
     "tight": "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --groups 8 --seq 2048 --mbs 2",
 }
 MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4, "tight": 16}
-RESIDENT = {"tight": ("--recompute", "attention")}
-"""Options that make the resident arm fit the GPU, by preset; a preset that fits without has none."""
+RESIDENT = {"tight": ("--recompute", "attention")}  # to make the resident arm of a preset fit the GPU
 RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
@@ -50,8 +49,7 @@ class BenchArm:
     bitwise: bool = True
     """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches
     of another size."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that set it apart from another arm of its kind."""
+    environment: Mapping[str, str] = field(default_factory=dict)  # that set it apart from another arm of its kind
 
     @property
     def kind(self) -> str:

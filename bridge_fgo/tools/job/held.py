@@ -13,8 +13,7 @@ from bridge_fgo.states.source import Source
 MXFP8_BYTES = 2 * (1 + 1 / 32)
 """Bytes of a parameter's element in MXFP8: its rows and its columns, each one byte, and one for every 32 (the
 microscaling format's block). Without the padding of the scales."""
-FP8_BYTES = 2
-"""Bytes of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose."""
+FP8_BYTES = 2  # of a parameter's element in FP8 with another recipe: the value, in DDP's buffer, and its transpose
 
 
 @dataclass(frozen=True)

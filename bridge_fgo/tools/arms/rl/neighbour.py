@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-ROOM = 2 * 2**30
-"""Bytes that are left free for the trainer where the GPU is crowded: for what its allocator has not cached."""
+ROOM = 2 * 2**30  # left free for the trainer where the GPU is crowded: for what its allocator has not cached
 LARGEST = 2**30  # bytes of a tensor: what is taken need not lie in one piece
-OWN_BYTES = 4 * 2**20
-"""Bytes that are not asked for: the driver gives memory in pages of 2 MiB, and some of a sleep's are shared."""
+OWN_BYTES = 4 * 2**20  # not asked for: the driver's pages are of 2 MiB, and some of a sleep's are shared
 
 
 class Neighbour:

@@ -22,8 +22,7 @@ class Copying:
             raise ValueError(f"symbols={symbols}: use from 2 to {len(string.ascii_lowercase)}")
         self.length = length
         self._letters = string.ascii_lowercase[:symbols] + END
-        self.vocab_size = -(-len(self._letters) // 8) * 8
-        """Tokens with padding, so that tensor-parallel ranks share them evenly."""
+        self.vocab_size = -(-len(self._letters) // 8) * 8  # padded, for tensor-parallel ranks to share evenly
         self.bos = self.eod = symbols  # the end: whoever pads and strips takes a token that no answer has
 
     def tokenize(self, text: str) -> list[int]:

@@ -114,8 +114,7 @@ class Trainer:
         # Sets `finalize_model_grads_func` too. Without it gradients are not reduced over data-parallel ranks, nor those
         # of shared embeddings over pipeline stages: nothing fails, and each rank trains a model of its own.
         setup._update_model_config_funcs(self.model, cfg.model, cfg.ddp, self.optimizer, pg_collection=self.groups)
-        self.inner: Any = self.model[0].module
-        """The policy without DDP, whose hooks are for training: what an inference engine takes."""
+        self.inner: Any = self.model[0].module  # without DDP, whose hooks are for training: for inference
         self.reference: Any = build(wrap_with_ddp=False)
         with torch.no_grad():
             for mine, theirs in zip(self.inner.parameters(), self.reference[0].parameters(), strict=True):
