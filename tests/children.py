@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import NamedTuple
 
 import forked
 import pytest
@@ -66,6 +67,21 @@ def run_python(command, cwd=None, env=None, **_) -> subprocess.CompletedProcess:
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         status = join(Program(command, out, err, env, cwd)._child, f"as {command}")
         return subprocess.CompletedProcess(command, status, out.read(), err.read())
+
+
+class Ranks(NamedTuple):
+    """A job of ranks, for those that are no training's (`rank_child.Job`)."""
+
+    folder: Path
+    ranks: int
+
+
+def join_group(rank, job, name="store", timeout=None) -> None:
+    """Make torch's process group, of all ranks of a job."""
+    import torch
+
+    store = torch.distributed.FileStore(str(job.folder / name), job.ranks)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=timeout)
 
 
 def run_ranks(target, job) -> list:

@@ -15,7 +15,8 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     def __init__(self, params, **defaults):
-        super().__init__(params, {"lr": 1e-3, "bias_correction": True, **defaults})
+        usual = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(params, usual | defaults)
         names = "exp_avg", "exp_avg_sq", "master_param"
         self.name_to_dtype_map = dict.fromkeys(names, torch.float32)
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import both
+import children
 import fused_adam
+import pytest
 from saving import load, save
 from storage_meter import PART_BYTES, engine, metered, two_parts
 
@@ -57,10 +59,7 @@ class Rank(CpuTraining):
         self._batches.iterable = microbatches(own)
 
     def _join(self) -> None:
-        store = torch.distributed.FileStore(str(self.job.folder / self._store), self.job.ranks)
-        torch.distributed.init_process_group(
-            "gloo", store=store, rank=self.rank, world_size=self.job.ranks, timeout=self.job.timeout
-        )
+        children.join_group(self.rank, self.job, self._store, self.job.timeout)
 
 
 def keep_results_of_saves() -> None:
@@ -147,49 +146,55 @@ def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured:
 # Ranks that sleep.
 
 
+@contextlib.contextmanager
+def sleeping(
+    rank: int, job: Job, changes: dict | None = None, config: bridge_fgo.OffloadConfig | None = None
+) -> Iterator[tuple[Rank, bridge_fgo.Residency | None]]:
+    """A rank of a training with such options, and what it sleeps by where `job.offload` says so."""
+    with Rank(CpuOptions(**changes or {}), rank, job) as run:
+        yield run, bridge_fgo.Residency(run.model, run.optimizer, config) if job.offload else None
+
+
+def after_each_step(run: Rank, res: bridge_fgo.Residency | None, seen: dict) -> Iterator[bridge_fgo.Residency]:
+    """Train the steps of a job; yield what it sleeps by, if anything, after each."""
+    for _ in range(run.job.steps):
+        step(run, seen)
+        if res is not None:
+            yield res
+
+
 def train_and_sleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     """Run as a rank of a training that, where `job.offload` says so, sleeps after each step; else as `train`.
 
     changes: options of the training.
     """
     seen: dict[str, Any] = {"copied": []}
-    with Rank(CpuOptions(**changes), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
-        for _ in range(job.steps):
-            step(run, seen)
-            if res is not None:
-                for slab in () if "frozen_stage" in changes else res._weights.slabs:
-                    assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
-                out = res.offload()
-                alone = res.reload("params")
-                whole = res._weights.slabs[0]._bytes.clone()
-                again = res.offload("params")
-                res.reload()
-                assert (res._weights.slabs[0]._bytes == whole).all()
-                seen["copied"].append([out.copied_by_kind["params"], alone.copied, again.copied])
+    with sleeping(rank, job, changes) as (run, made):
+        for res in after_each_step(run, made, seen):
+            for slab in () if "frozen_stage" in changes else res._weights.slabs:
+                assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
+            out = res.offload()
+            alone = res.reload("params")
+            whole = res._weights.slabs[0]._bytes.clone()
+            again = res.offload("params")
+            res.reload()
+            assert (res._weights.slabs[0]._bytes == whole).all()
+            seen["copied"].append([out.copied_by_kind["params"], alone.copied, again.copied])
         return gathered(run, seen)
 
 
 def read_asleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, reads its weights asleep after each step.
-
-    changes: options of the training.
-
-    Returns also the share of all weights that was read in each sleep.
-    """
+    """As `train_and_sleep`, and reads its weights asleep; returns also the share of all that was read in each sleep."""
     seen: dict[str, Any] = {"shares": []}
-    with Rank(CpuOptions(**changes), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
-        for _ in range(job.steps):
-            step(run, seen)
-            if res is not None:
-                res.offload()
-                read = [each._replace(values=each.values.clone()) for each in res.host_params()]
-                res.reload()
-                for _, param, first, values in read:
-                    assert torch.equal(param.detach().view(-1)[first : first + values.numel()], values)
-                weights = sum(param.numel() for param in run.model[0].parameters())
-                seen["shares"].append(sum(each.values.numel() for each in read) / weights)
+    with sleeping(rank, job, changes) as (run, made):
+        for res in after_each_step(run, made, seen):
+            res.offload()
+            read = [each._replace(values=each.values.clone()) for each in res.host_params()]
+            res.reload()
+            for _, param, first, values in read:
+                assert torch.equal(param.detach().view(-1)[first : first + values.numel()], values)
+            weights = sum(param.numel() for param in run.model[0].parameters())
+            seen["shares"].append(sum(each.values.numel() for each in read) / weights)
         return gathered(run, seen)
 
 
@@ -201,36 +206,31 @@ def sleep_with_errors(rank: int, job: Job, packs: bool) -> dict[str, Any]:
     Returns also the errors that were caught; `job.offload` says whether anything sleeps.
     """
     seen: dict[str, Any] = {"errors": []}
-    errors = seen["errors"]
-    with Rank(CpuOptions(), rank, job) as run:
-        own = dataclasses.replace(CONFIG, master_remainders=packs and rank == 1)
-        res = bridge_fgo.Residency(run.model, run.optimizer, own) if job.offload else None
-        for _ in range(job.steps):
-            step(run, seen)
-            if res is None:
-                continue
+    errors, kinds = seen["errors"], {"params", "grads", "optimizer"}
+    own = dataclasses.replace(CONFIG, master_remainders=packs and rank == 1)
+
+    def fails(act: Callable[[], object], owner: type | None = None, name: str = "") -> None:
+        """Note the error of an act, of which an operation fails on rank 1."""
+        with pytest.MonkeyPatch.context() as patch:
+            if owner is not None and rank == 1:
+                patch.setattr(owner, name, _no_memory)
+            errors.append(_error(act))
+
+    with sleeping(rank, job, config=own) as (run, made):
+        for res in after_each_step(run, made, seen):
             res._backwards.pending.update([1] if rank == 1 else [])
-            errors.append(_error(lambda: res.offload()))
+            fails(res.offload)
             assert not res.away
             res._backwards.used()
             res.offload("params", "grads")
             res.offload("optimizer")  # with masters packed the weights have to come and go once more
-            assert res.away == {"params", "grads", "optimizer"}
-            fill = StorageSlab.fill
-            if rank == 1:
-                StorageSlab.fill = _no_memory
-            errors.append(_error(lambda: res.reload("params")))
-            StorageSlab.fill = fill
-            assert res.away == {"params", "grads", "optimizer"}
+            assert res.away == kinds
+            fails(lambda res=res: res.reload("params"), StorageSlab, "fill")
+            assert res.away == kinds
             res.reload("optimizer")
             errors.append(sorted(res.away))
             res.offload()
-            transfers = type(res._states.engine.schedule.transfers)
-            copy_in = transfers.copy_in
-            if rank == 1:
-                transfers.copy_in = _no_memory
-            errors.append(_error(lambda: res.reload()))
-            transfers.copy_in = copy_in
+            fails(res.reload, type(res._states.engine.schedule.transfers), "copy_in")
             res.reload()
             assert not res.away
         return gathered(run, seen)
@@ -277,11 +277,10 @@ def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
 
     changes: options of the training.
     """
-    options, seen = CpuOptions(**changes), {}
-    with bridge_fgo.install(CONFIG), Rank(options, rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+    seen: dict[str, Any] = {}
+    with bridge_fgo.install(CONFIG), sleeping(rank, job, changes) as (run, res):
         for _ in range(job.steps):
-            with contextlib.nullcontext() if res is None else res.training_step(options.microbatches):
+            with contextlib.nullcontext() if res is None else res.training_step(run.options.microbatches):
                 step(run, seen)
             if res is not None:
                 with res.asleep():

@@ -1,9 +1,9 @@
 """One rank of the GRPO loop, in a process of its own."""
 
-import json
 import os
-from pathlib import Path
 from typing import Any
+
+from children import Ranks, join_group
 
 from bridge_fgo.tools.standins.cuda import install_standins
 
@@ -19,10 +19,15 @@ from bridge_fgo.tools.arms.rl.task import Rollouts  # noqa: E402
 SMALL: dict[str, Any] = {"hidden": 32, "prompts": 4, "group": 4, "micro_batch_size": 8, "length": 3}
 
 
-def train(rank: int, ranks: int, folder: Path, changes: dict[str, Any]) -> None:
-    """Run two iterations as a rank; leave what was seen in `<rank>.json`. changes: options."""
-    _join(rank, ranks, folder)
-    loop = Loop(RlOptions(**SMALL | changes))
+def _loop(rank: int, job: Ranks, **changes: Any) -> Loop:
+    os.environ["TQDM_DISABLE"] = "1"  # mcore's engine has a bar for each call
+    join_group(rank, job)
+    return Loop(RlOptions(**SMALL | changes))
+
+
+def train(rank: int, job: Ranks, changes: dict[str, Any]) -> dict[str, Any]:
+    """Run two iterations as a rank; return what was seen. changes: options."""
+    loop = _loop(rank, job, **changes)
     found = [loop.iterate(number) for number in (1, 2)]
     same = {
         "numbers": [(one.reward, one.loss, one.kl, one.grad_norm) for one in found],
@@ -31,14 +36,12 @@ def train(rank: int, ranks: int, folder: Path, changes: dict[str, Any]) -> None:
     asleep = next(event for event in found[-1].phases if event["phase"] == "asleep")
     weights = sum(2 * parameter.numel() for parameter in loop.trainer.inner.parameters())
     loop.close()
-    seen = {"same": same, "copied": asleep["copied"], "weights": weights}
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    return {"same": same, "copied": asleep["copied"], "weights": weights}
 
 
-def first_norm(rank: int, ranks: int, folder: Path, forgets: bool) -> None:
-    """Run one update as a rank by its share of one batch; leave the gradient's norm in `<rank>.json`."""
-    _join(rank, ranks, folder)
-    loop = Loop(RlOptions(**SMALL | {"prompts": 8 // ranks, "sleep": False}))
+def first_norm(rank: int, job: Ranks, forgets: bool) -> float:
+    """Run one update as a rank by its share of one batch; return the gradient's norm."""
+    loop = _loop(rank, job, prompts=8 // job.ranks, sleep=False)
     trainer, sequences = loop.trainer, loop.options.sequences
     if forgets:
         trainer.model[0].config.finalize_model_grads_func = None
@@ -52,10 +55,4 @@ def first_norm(rank: int, ranks: int, folder: Path, forgets: bool) -> None:
     batch = {"answers": rollouts.answers, "advantages": better, "old": old, "reference": old}
     norm = trainer.update(rollouts.inputs() | batch)["grad_norm"]
     loop.close()
-    (folder / f"{rank}.json").write_text(json.dumps(norm))
-
-
-def _join(rank: int, ranks: int, folder: Path) -> None:
-    os.environ["TQDM_DISABLE"] = "1"  # mcore's engine has a bar for each call
-    store = torch.distributed.FileStore(str(folder / "store"), ranks)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    return norm

@@ -1,11 +1,10 @@
 """What ranks do together: they fail alike, and a node is asked for what its ranks need together."""
 
 import gc
-import json
 
 import pytest
 import torch
-from children import join, start
+from children import Ranks, join_group, run_ranks
 
 from bridge_fgo.engines import ranks
 from bridge_fgo.memory.host_memory import Pool
@@ -23,12 +22,11 @@ def seen(act):
         return [type(error).__name__, str(error)]
 
 
-def run(rank, folder):
-    """Be one of two ranks on a node with 450 bytes free; leave what was seen in `<rank>.json`."""
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def run(rank, job):
+    """Be one of two ranks on a node with 450 bytes free; return what was seen."""
+    join_group(rank, job)
     ranks.pools = lambda: [Pool("host", 1800, 450)]
-    found = [
+    return [
         seen(lambda: ranks.on_every_rank(lambda: f"done by {rank}")),
         *(seen(lambda k=k: ranks.on_every_rank(lambda: rank == 1 and fails(k))) for k in (ValueError, OSError)),
         seen(lambda: ranks.require_host_memory([300, 150][rank])),
@@ -36,22 +34,16 @@ def run(rank, folder):
         seen(lambda: ranks.require_host_memory([451, 0][rank])),
         ranks.gather(rank),
     ]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 @pytest.mark.slow
 def test_two_ranks_fail_alike_and_neither_waits_for_the_other(tmp_path):
-    children = [start(run, rank, tmp_path) for rank in range(2)]
-    assert [join(child, "where ranks tell each other") for child in children] == [0, 0]
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    found = run_ranks(run, Ranks(tmp_path / "ranks", 2))
     for rank, (done, value, system, enough, too_little, too_little_for_one, last) in enumerate(found):
         assert done == f"done by {rank}"
-        if rank == 1:
-            assert (value, system) == (["ValueError", "the reason"], ["OSError", "the reason"])
-        else:
-            told = "rank 1 failed, and so every rank does: "
-            assert value == ["ValueError", told + "ValueError: the reason"]
-            assert system == ["RuntimeError", told + "OSError: the reason"]
+        told = "rank 1 failed, and so every rank does: " if rank == 0 else ""
+        assert value == ["ValueError", told + "ValueError: " * (rank == 0) + "the reason"]
+        assert system == (["RuntimeError", told + "OSError: the reason"] if rank == 0 else ["OSError", "the reason"])
         assert enough is None
         own = f"pins {[300, 151][rank]} bytes of host memory for rank {rank}, 451 for the 2 rank(s) of its node"
         assert too_little[0] == "ValueError" and own in too_little[1]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
 from fake_training import masters_of, weights_of
+from fused_adam import PrecisionAwareAdam
 
 from bridge_fgo.memory.state import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
@@ -70,31 +71,13 @@ def test_masters_that_share_memory_with_a_ddp_buffer_are_left_alone(buffer):
     assert names[id(second)] == ["exp_avg", "exp_avg_sq"]
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """The attributes of Transformer Engine's FusedAdam that the engine reads, and its lazy states."""
-
-    def __init__(self, params, exp_avg_dtype, master_weights, store_param_remainders):
-        super().__init__([{"params": params}], {})
-        self.master_weights, self.store_param_remainders = master_weights, store_param_remainders
-        dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_dtype, "master_param": torch.float32}
-        self.name_to_dtype_map = dtypes
-
-    def initialize(self):
-        for param in self.param_groups[0]["params"]:
-            remainders = self.store_param_remainders and param.dtype == torch.bfloat16
-            state = self.state[param]
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros(param.shape, dtype=self.name_to_dtype_map[key])
-            if self.master_weights:
-                state["master_param"] = torch.zeros(param.shape, dtype=torch.int16 if remainders else torch.float32)
-
-
 def precision_aware(exp_avg_dtype, store_param_remainders, master_weights=True):
     """Return a DistributedOptimizer whose params are shards of the DDP buffer, as with precision-aware Adam."""
     buffer, native = torch.zeros(300, dtype=torch.bfloat16), torch.zeros(50)
     params = [buffer[:100], buffer[100:], native]
+    moments = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), exp_avg_dtype)
     return SimpleNamespace(
-        optimizer=FusedAdam(params, exp_avg_dtype, master_weights, store_param_remainders),
+        optimizer=PrecisionAwareAdam(params, master_weights, False, store_param_remainders, **moments),
         shard_fp32_from_float16_groups=[[None, None]],
         buffers=[
             SimpleNamespace(param_data=buffer, grad_data=torch.zeros(300)),
@@ -115,7 +98,8 @@ def test_what_precision_aware_adam_keeps_is_known_before_the_first_step_and_not_
     half = {state.name for state in states if state.converts}
     assert half == (set() if dtype == torch.float32 else {"exp_avg", "exp_avg_sq"})
     assert not optimizer.optimizer.state, "asking must not make entries"
-    optimizer.optimizer.initialize()
+    for param in optimizer.optimizer.param_groups[0]["params"]:
+        optimizer.optimizer.initialize_state(param)
     assert live_bytes(bundles(optimizer), home_device(optimizer)) == nbytes
 
 

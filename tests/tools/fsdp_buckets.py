@@ -1,12 +1,11 @@
 """Counts the temporary buckets that a training under Megatron-FSDP has at a time, and asks for their bounds."""
 
 import dataclasses
-import json
-from unittest import mock
 
-import cpu_training
+import pytest
 import torch
-from cpu_model import make_config, microbatches
+from both import configure_trainings
+from cpu_model import microbatches
 from cpu_training import CpuOptions
 from rank_child import Job, Rank
 
@@ -60,20 +59,17 @@ class Meter:
 
 
 def train_and_measure(rank, job: Job, ddp: dict, model: dict):
-    """Run as a rank of a training; write the bounds and the allocated bytes to `RANK.json`.
+    """Run as a rank of a training; return the bounds and the allocated bytes.
 
     ddp, model: settings of these sections that no option of the training has.
     """
 
-    def configured(options):
-        cfg = make_config(options)
-        for section, settings in ((cfg.ddp, ddp), (cfg.model, model)):
-            for name, value in settings.items():
-                setattr(section, name, value)
-        return cfg
-
     options, kept = CpuOptions(**job.changes), []
-    with mock.patch.object(cpu_training, "make_config", configured):
+    configured = {
+        f"{section}.{name}": value for section, of in (("ddp", ddp), ("model", model)) for name, value in of.items()
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        configure_trainings(patch.setattr, configured)
         meter = Meter(setattr)
         with Rank(options, rank, job) as run:
             run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
@@ -83,5 +79,4 @@ def train_and_measure(rank, job: Job, ddp: dict, model: dict):
             cfg, parallel = run.cfg, Parallel(job.ranks, 1, 1, 1, 1, 1, options.instances)
             (chunk,) = run.model
             planned, in_step = temporary_bytes(list(buckets_of(chunk, cfg.ddp, parallel)), chunk.module, cfg.ddp)
-            seen = {"planned": {"most": planned, "kept": in_step}, "found": {"most": meter.most, "kept": kept}}
-            (job.folder / f"{rank}.json").write_text(json.dumps(seen))
+            return {"planned": {"most": planned, "kept": in_step}, "found": {"most": meter.most, "kept": kept}}
