@@ -183,6 +183,34 @@ def train_and_sleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
         return gathered(run, seen)
 
 
+def wake_adapters(rank: int, job: Job, changes: dict) -> dict[str, Any]:
+    """Run as a rank of a training that, where `job.offload` says so, reloads adapters for which rank 0 alone asks.
+
+    changes: options of the training.
+
+    Returns also what came back on this rank though it had not asked.
+    """
+    seen: dict[str, Any] = {"woke": []}
+    with Rank(CpuOptions(**changes), rank, job) as run:
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            step(run, seen)
+            if res is None:
+                continue
+            run.model[0].start_param_sync(force_sync=True)
+            before = [p.detach().clone() for p in run.model[0].parameters()]
+            res.offload()
+            woken = res.reload("params", where=lambda _, param: param.requires_grad and rank == 0)
+            for param, was in zip(run.model[0].parameters(), before, strict=True):
+                assert torch.equal(param.detach(), was) if param.requires_grad else not param.untyped_storage().nbytes()
+            seen["woke"].append(woken.woke)
+            with res.only("params", where=lambda _, param: not param.requires_grad):
+                here = [bool(param.untyped_storage().nbytes()) for param in run.model[0].parameters()]
+                assert here == [not param.requires_grad for param in run.model[0].parameters()]
+            res.reload()
+        return gathered(run, seen)
+
+
 def read_asleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     """As `train_and_sleep`, and reads its weights asleep; returns also the share of all that was read in each sleep."""
     seen: dict[str, Any] = {"shares": []}

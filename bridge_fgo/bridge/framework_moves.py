@@ -25,6 +25,7 @@ from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
 from bridge_fgo.sleep.moved import Kind
+from bridge_fgo.sleep.weights import Where
 
 _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
 """For each optimizer the chunks of its model."""
@@ -45,8 +46,8 @@ class Move(NamedTuple):
     kinds: Sequence[Kind]
     model: Any
     optimizer: Any = None
-    frozen: bool = True
-    """Whether frozen parameters are reloaded too."""
+    where: Where | None = None
+    """Which parameters are reloaded; None for all."""
     result: Any = None
     """The call returns this."""
 
@@ -76,7 +77,7 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         elif is_outermost and move.offloads:
             res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
         elif is_outermost:
-            res.reload(move.kinds, frozen=move.frozen)
+            res.reload(move.kinds, where=move.where)
         if not then:
             return move.result
         _moved.add(res)
@@ -156,8 +157,9 @@ def _verl_offload_model(_: Any, models: Any) -> Move:
 
 def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
     # verl's own leaves frozen parameters of DDP's models alone, and loads other models whole.
-    frozen = load_frozen_params or not any(hasattr(chunk, "expert_parallel_buffers") for chunk in _chunks(models))
-    return Move(False, _kinds(params=True, grads=load_grad), models, frozen=frozen)
+    is_whole = load_frozen_params or not any(hasattr(chunk, "expert_parallel_buffers") for chunk in _chunks(models))
+    where = None if is_whole else lambda _, param: param.requires_grad
+    return Move(False, _kinds(params=True, grads=load_grad), models, where=where)
 
 
 def _verl_move_optimizer(offloads: bool) -> Plan:

@@ -35,9 +35,11 @@ from bridge_fgo.sleep.moved import (
 )
 from bridge_fgo.sleep.refusals import ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.sleep.weights import HostParam, Weights
+from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where
 
 PARAMS = frozenset[Kind](("params",))
+
+Asked = tuple[frozenset[Kind], list[WeightGroup]]  # what a verb is asked to move, and of "params" which
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -169,13 +171,14 @@ class Residency:
 
     @_verb
     def host_params(self) -> list[HostParam]:
-        """Return this rank's shard of every parameter, from the host; parameters are away, and stay so.
+        """Return this rank's shard of every parameter, from the host; parameters that are away stay so.
 
-        Values are the host's own memory: read them before parameters are offloaded again, and write nothing there. No
-        collective. Parameters that were not copied, as masters round to them, are rounded on the host, once a sleep.
+        Where a part of them is away, those on the GPU are copied. Values are the host's own memory: read them before
+        parameters are offloaded again, and write nothing there. No collective. Parameters that were not copied, as
+        masters round to them, are rounded on the host, once a sleep.
 
         Raises:
-            RuntimeError: parameters are on the GPU, or the Residency is closed.
+            RuntimeError: all parameters are on the GPU, or the Residency is closed.
             ValueError: a parameter is in FP8.
         """
         self._require_open()
@@ -184,7 +187,13 @@ class Residency:
 
     # The verbs. What one rank decides by itself leads to no collective: every rank does each of them, until one fails.
 
-    def offload(self, kinds: Kinds = "all", *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Moved:
+    def offload(
+        self,
+        kinds: Kinds = "all",
+        *more: Kind,
+        grads: Literal["drop", "keep"] = "drop",
+        where: Where | None = None,
+    ) -> Moved:
         """Offload "params", "grads" or "optimizer", and return their GPU memory to the driver.
 
         What is away stays away. When it returns, every copy is done.
@@ -194,46 +203,48 @@ class Residency:
                 moves nothing.
             more: further names.
             grads: "drop" discards gradients, which `reload` makes zeros. "keep" copies them.
+            where: of "params" those alone for which this returns True, called with the name and the parameter. "params"
+                are in `away` as long as any of them is. Parameters in one of DDP's buffers move together.
 
         Returns:
             What was moved.
 
         Raises:
-            ValueError: a word is not one of these. Nothing has moved.
+            ValueError: a word is not one of these, or `where` holds for a part of a buffer. Nothing has moved.
             RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
                 cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
                 it is closed. Nothing has moved. Or another rank failed on the way.
         """
-        return self._offload(lambda: self._asked(kinds, more), grads)
+        return self._offload(lambda: self._asked(kinds, more, where), grads)
 
     @_verb
-    def _offload(self, asked: Callable[[], frozenset[Kind]], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[frozenset[Kind], Tally], bool]:
-            kinds = asked() & self._here
+    def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
+        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], bool]:
+            kinds, groups = self._on_gpu(*asked())
             self._require_no_backward(kinds, grads)
-            self._require_movable(kinds, grads)
+            self._require_movable(kinds, groups, grads)
             self._wait_for_collectives()
-            return (kinds, Tally(self._device)), "optimizer" in kinds and self._lacks_weights
+            return (kinds, groups, Tally(self._device)), "optimizer" in kinds and self._lacks_weights
 
-        (kinds, tally), votes = told_by_ranks(prepare)
+        (kinds, groups, tally), votes = told_by_ranks(prepare)
         wakes_params = any(votes)
         if wakes_params:
-            if "params" in self.away:
+            if woken := [group for group in self._weights.read_by_masters if group.is_away]:
                 tally.moved.woke = ("params",)
                 kinds |= PARAMS
-            self._weights.reload(tally)
+                groups += woken
+            self._weights.reload(self._weights.read_by_masters, tally)
 
         def move() -> Moved:
             if wakes_params:
-                self._weights.columnwise.make()
-            return self._offload_alone(kinds, grads, tally) if kinds else Moved()
+                self._weights.make_columnwise()
+            return self._offload_alone(kinds, groups, grads, tally) if kinds else Moved()
 
         return on_every_rank(move)
 
-    def _offload_alone(self, kinds: frozenset[Kind], grads: str, tally: Tally) -> Moved:
-        """Offload kinds that are on the GPU; no other rank takes part in it."""
+    def _offload_alone(self, kinds: frozenset[Kind], groups: list[WeightGroup], grads: str, tally: Tally) -> Moved:
+        """Offload what is on the GPU; no other rank takes part in it. groups: of "params"."""
         states = self._states if "optimizer" in kinds else None
-        groups = self._weights.here if "params" in kinds else []
         drops, keeps = "grads" in kinds and grads == "drop", "grads" in kinds and grads == "keep"
         dropped = 0
         if drops and self._states is not None:
@@ -287,37 +298,42 @@ class Residency:
         tally.note_what_stays()
         return tally.end()
 
-    def reload(self, kinds: Kinds = "all", *more: Kind, frozen: bool = True) -> Moved:
-        """Reload "params", "grads" or "optimizer" to the GPU, named as for `offload`.
+    def reload(self, kinds: Kinds = "all", *more: Kind, where: Where | None = None) -> Moved:
+        """Reload "params", "grads" or "optimizer" to the GPU, named and chosen as for `offload`.
 
-        Packed masters need their weights: then "optimizer" reloads "params" too, and `Moved.woke` says so. Parameters
-        of several ranks are all-gathered, so that every rank has to ask for the same. With `frozen=False` parameters
-        outside of DDP's buffers, such as the base model under LoRA's adapters, stay away, and "params" with them, until
-        they are reloaded too.
+        Packed masters need their weights: then "optimizer" reloads these too, and `Moved.woke` says so. Parameters of
+        several ranks are all-gathered: one of DDP's buffers that any of its ranks asks for is reloaded on all of them.
 
         Raises:
-            ValueError: a word is not one of these. Nothing has moved.
+            ValueError: a word is not one of these, or `where` holds for a part of a buffer. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
             RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
-        return self._reload(lambda: self._asked(kinds, more), frozen)
+        return self._reload(lambda: self._asked(kinds, more, where))
 
     @_verb
-    def _reload(self, asked: Callable[[], frozenset[Kind]], frozen: bool = True) -> Moved:
-        def look() -> tuple[tuple[frozenset[Kind], Tally], tuple[bool, bool, bool]]:
-            kinds = asked() & self.away
-            votes = bool(kinds), "params" in kinds, "optimizer" in kinds and self._lacks_weights
-            return (kinds, Tally(self._device)), votes
+    def _reload(self, asked: Callable[[], Asked]) -> Moved:
+        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, bool, set[Any]]]:
+            kinds, groups = asked()
+            wakes_params = any(group.is_away for group in groups)
+            kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
+            needs_weights = "optimizer" in kinds and self._lacks_weights
+            places = {group.place for group in groups}
+            return (kinds, groups, Tally(self._device)), (bool(kinds), wakes_params, needs_weights, places)
 
-        (kinds, tally), votes = told_by_ranks(look)
-        moves, wakes_params, needs_weights = (any(each) for each in zip(*votes, strict=True))
+        (kinds, groups, tally), votes = told_by_ranks(look)
+        moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(3))
         if not moves:
             return Moved()
+        asked_by_any = set[Any]().union(*(places for *_, places in votes)) - {None}
+        known, needed = set(groups), set(self._weights.read_by_masters if needs_weights else ())
+        others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]
+        if any(group.is_away for group in others):
+            tally.moved.woke = ("params",)
+        groups = [*groups, *others]
         states = self._states if "optimizer" in kinds else None
         if needs_weights:
-            if "params" in self.away - kinds:
-                tally.moved.woke = ("params",)
-            self._weights.reload(tally)
+            self._weights.reload(groups, tally)
 
         def reload_others() -> None:
             if states is not None:  # first: the driver gives memory for the others while these are copied
@@ -333,13 +349,13 @@ class Residency:
                 tally.copy("grads", copied)
 
         if wakes_params and not needs_weights:
-            self._weights.reload(tally, reload_others, frozen)
+            self._weights.reload(groups, tally, reload_others)
 
         def finish() -> Moved:
             if needs_weights or not wakes_params:
                 reload_others()
             if needs_weights or wakes_params:
-                self._weights.columnwise.make()
+                self._weights.make_columnwise()
             with tally.part("wait"):
                 if states is not None:
                     states.finish_reload()
@@ -349,18 +365,33 @@ class Residency:
         return on_every_rank(finish)
 
     @contextmanager
-    def only(self, kinds: Kinds = (), *more: Kind, grads: Literal["drop", "keep"] = "drop") -> Iterator[Moved]:
+    def only(
+        self,
+        kinds: Kinds = (),
+        *more: Kind,
+        grads: Literal["drop", "keep"] = "drop",
+        where: Where | None = None,
+    ) -> Iterator[Moved]:
         """Context in which these kinds alone are on the GPU; afterwards everything is where it was before.
 
-        Kinds are named as for `offload`. Gives what the offload has moved. Raises as `offload` and `reload`.
+        Kinds are named, and parameters chosen, as for `offload`. Gives what the offload has moved. Raises as `offload`
+        and `reload`.
 
         Where the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
         may be a collective: a note on the error says so. `reload` on every rank ends it.
         """
+        asked: Asked = frozenset(), []
+
+        def others() -> Asked:
+            nonlocal asked
+            asked = self._asked(kinds, more, where)
+            staying = set(asked[1])
+            return frozenset(self._parts) - asked[0], [g for g in self._weights.groups if g not in staying]
+
         with self._as_before(grads):
             # Offload first, to make room; but packed masters bring their weights with them.
-            moved = self._offload(lambda: frozenset(self._parts) - self._asked(kinds, more), grads)
-            self._reload(lambda: self._asked(kinds, more))
+            moved = self._offload(others, grads)
+            self._reload(lambda: asked)
             yield moved
 
     def asleep(self, grads: Literal["drop", "keep"] = "drop") -> Any:
@@ -369,34 +400,41 @@ class Residency:
 
     @contextmanager
     def _as_before(self, grads: Literal["drop", "keep"] = "drop") -> Iterator[None]:
-        def look() -> frozenset[Kind]:
+        def look() -> tuple[frozenset[Kind], set[WeightGroup]]:
             self._require_open()
-            return self.away
+            return self.away - PARAMS, {group for group in self._weights.groups if group.is_away}
 
-        before = on_every_rank(look)
+        before, groups = on_every_rank(look)
         try:
             yield
         except BaseException as error:
             # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
-            self._offload_again(before, grads, error)
+            self._offload_again(before, groups, grads, error)
             raise
-        self._offload(lambda: before - self.away, grads)
-        self._reload(lambda: self.away - before)
+        self._offload(lambda: (before - self.away, list(groups)), grads)
+        self._reload(lambda: (self.away - before, [group for group in self._weights.groups if group not in groups]))
+        self._offload(lambda: (frozenset(), list(groups)), grads)  # packed masters may have brought theirs
 
     @_verb
-    def _offload_again(self, before: frozenset[Kind], grads: str, error: BaseException) -> None:
-        """Offload on this rank what was away before an error; note on the error what is not where it was."""
+    def _offload_again(
+        self, before: frozenset[Kind], groups: set[WeightGroup], grads: str, error: BaseException
+    ) -> None:
+        """Offload on this rank what was away before an error; note on the error what is not where it was.
+
+        before: kinds without "params". groups: of these.
+        """
         try:
-            if gone := self.away - before:
+            is_gone = any(group.is_away and group not in groups for group in self._weights.groups)
+            if gone := self.away - PARAMS - before | (PARAMS if is_gone else frozenset()):
                 words = ", ".join(map(repr, sorted(gone)))
                 error.add_note(f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank")
-            reloaded = before & self._here
+            reloaded, weights = self._on_gpu(before, groups)
             if "optimizer" in reloaded and self._lacks_weights:
                 reloaded -= {"optimizer"}
             if reloaded:
                 wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
-                self._require_movable(reloaded, grads)
-                self._offload_alone(reloaded, grads, Tally(self._device))
+                self._require_movable(reloaded, weights, grads)
+                self._offload_alone(reloaded, weights, grads, Tally(self._device))
         except Exception as failure:
             error.add_note(f"bridge_fgo: what the block has reloaded may still be on the GPU: {failure}")
 
@@ -409,7 +447,7 @@ class Residency:
         """
         if self not in _open:
             return
-        self._reload(lambda: frozenset(self._parts))
+        self._reload(lambda: (frozenset(self._parts), self._weights.groups))
         on_every_rank(self._let_go)
         _open.discard(self)
 
@@ -495,11 +533,11 @@ class Residency:
         """
         states = self._states if is_installed() else None
 
-        def needed() -> frozenset[Kind]:
+        def needed() -> Asked:
             if states is None:
-                return frozenset(self._parts) - {"grads"}
+                return frozenset(self._parts) - {"grads"}, self._weights.groups
             states.require_whole()
-            return PARAMS
+            return PARAMS, self._weights.groups
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
@@ -511,13 +549,19 @@ class Residency:
     @property
     def _lacks_weights(self) -> bool:
         """Whether states cannot move before weights are reloaded: packed masters need them."""
-        return self._states is not None and self._states.reads_weights and "params" in self.away
+        reads = self._states is not None and self._states.reads_weights
+        return reads and any(group.is_away for group in self._weights.read_by_masters)
+
+    def _on_gpu(self, kinds: frozenset[Kind], groups: Iterable[WeightGroup]) -> Asked:
+        """Return what of this is on the GPU; groups are of "params"."""
+        here = [group for group in groups if not group.is_away]
+        return kinds & self._here - PARAMS | (PARAMS if here else frozenset()), here
 
     def _require_open(self) -> None:
         if self not in _open:
             raise RuntimeError("a Residency was used after close(): make another by Residency(model, optimizer)")
 
-    def _asked(self, kinds: Kinds, more: Sequence[Kind]) -> frozenset[Kind]:
+    def _asked(self, kinds: Kinds, more: Sequence[Kind], where: Where | None) -> Asked:
         self._require_open()
         # No dictionary of booleans: all its keys would be asked for.
         is_list = isinstance(kinds, Iterable) and not isinstance(kinds, str | Mapping)
@@ -531,7 +575,12 @@ class Residency:
                 raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
-        return frozenset(self._parts if "all" in asked else asked)
+        found = frozenset(self._parts if "all" in asked else asked)
+        if "params" not in found:
+            if where is not None:
+                raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
+            return found, []
+        return found, [group for group in self._weights.groups if where is None or group.matches(where)]
 
     def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
         if grads not in ("drop", "keep"):
@@ -543,11 +592,11 @@ class Residency:
                 "offload(..., grads='keep')"
             )
 
-    def _require_movable(self, kinds: frozenset[Kind], grads: str) -> None:
+    def _require_movable(self, kinds: frozenset[Kind], groups: Sequence[WeightGroup], grads: str) -> None:
         slabs = self._gradients.slabs if "grads" in kinds else []
         if "params" in kinds:
             self._weights.require_known()
-            slabs = slabs + [slab for slab in self._weights.slabs if not slab.is_away]
+            slabs = slabs + [slab for group in groups for slab in group.slabs]
         for slab in slabs:
             slab.require_resizable()
         if "optimizer" in kinds and self._states is not None:

@@ -88,11 +88,16 @@ class StorageSlab:
         return self.copied_nbytes
 
     def on_host(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what the host has, uint8, of the storage's bytes from `start` to `end`, each with its first byte."""
+        """Yield what the host has, uint8, of the storage's bytes from `start` to `end`, each with its first byte.
+
+        Of a storage that is not away it yields copies of the same ranges.
+        """
         before = 0
         for first, last in self.ranges:
             begin, stop = max(start, first), min(end, last)
-            if begin < stop:
+            if begin < stop and not self.is_away:
+                yield begin, self._bytes[begin:stop].cpu()
+            elif begin < stop:
                 assert self.host is not None
                 yield begin, self.host.tensor[before + begin - first : before + stop - first]
             before += last - first

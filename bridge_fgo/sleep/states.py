@@ -101,6 +101,13 @@ class OptimizerStates:
         """Whether masters may be packed, which takes the weights to offload and to reload them."""
         return any(slab.codec.family is not None for slab in self.engine.slabs)
 
+    def read_storages(self) -> set[int]:
+        """Return the `_cdata` of the storages of the weights that `reads_weights` is about."""
+        slabs = (slab for slab in self.engine.slabs if slab.codec.family is not None)
+        shards = (state.rounds_to for slab in slabs for state in slab.states)
+        buffers = {id(shard.buffer): shard.buffer for shard in shards if shard is not None}
+        return {buffer().untyped_storage()._cdata for buffer in buffers.values()}
+
     @property
     def is_served(self) -> bool:
         """Whether installed patches bring states to whoever reads or steps the optimizer."""

@@ -1,6 +1,6 @@
 """The weights of a model on this rank: what is copied as they are offloaded, and how they are made whole on reload.
 
-They move in groups: this rank's shard of each DDP buffer, and all weights with storages of their own together.
+They move in groups, of one storage each: this rank's shard of a DDP buffer, or a weight with a storage of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
 from bridge_fgo.sleep.states import OptimizerStates
 
 COMES_BY = "Residency.reload('params')"
+
+NamedParam = tuple[str, torch.nn.Parameter]
+"""A parameter, as `named_parameters` of its model chunk has it."""
+
+Where = Callable[[str, torch.nn.Parameter], bool]
+"""Whether a parameter is to move, by its name and what can be read while it is away: shape, dtype, `requires_grad`."""
 
 Digests = list[tuple[int, ...]]
 """For each slab of a group, the sums over the bytes of its ranges."""
@@ -47,6 +53,9 @@ class WeightGroup(Storages):
         slabs: their storages; the ranges are what this rank copies.
         gather: all-gathers what this rank does not copy; a collective.
         rounding: the masters that round to them; None where there are none.
+        params: the parameters that lie there.
+        place: the same for this group on every rank that `gather` takes part on, and on those for no other; None where
+            none but this one does.
     """
 
     def __init__(
@@ -54,9 +63,12 @@ class WeightGroup(Storages):
         slabs: Iterable[StorageSlab],
         gather: Callable[[], None] = lambda: None,
         rounding: Rounding | None = None,
+        params: Sequence[NamedParam] = (),
+        place: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(slabs)
-        self.gather, self.rounding = gather, rounding
+        self.gather, self.rounding, self.params, self.place = gather, rounding, params, place
+        self.columnwise = ColumnwiseCopies(param for _, param in params)
         self.is_rounded = False
         """Whether masters, as they were offloaded or are here, round to exactly these weights."""
         self.rounded_digests: Digests | None = None
@@ -64,6 +76,20 @@ class WeightGroup(Storages):
         self.is_on_host = False
         """Whether the host has a copy of the weights that are away."""
         let_go_for(self)
+
+    def matches(self, where: Where) -> bool:
+        """Return whether a predicate holds for its parameters.
+
+        Raises:
+            ValueError: it holds for some of them.
+        """
+        answers = {bool(where(name, param)): name for name, param in self.params}
+        if len(answers) > 1:
+            raise ValueError(
+                f"where= holds for parameter {answers[True]!r} and not for {answers[False]!r}, which share "
+                f"{self.slabs[0].name} and move together: have it hold for both or for neither"
+            )
+        return True in answers
 
     def forget_masters(self) -> None:
         """Trust no masters until they are compared with the weights again."""
@@ -126,35 +152,35 @@ class Weights(Storages):
         digest_kernel(device)  # compiled before the first sleep
         self._chunks, self._device, self._states = chunks, device, states
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
-        self.groups = [buffer_group(buffer, f"DDP buffer {i}", names, states) for i, buffer in with_weights]
+        self.groups = [buffer_group(buffer, i, names, states) for i, buffer in with_weights]
         self._in_buffers = {
             id(param): buffer.param_data.untyped_storage()._cdata
             for _, buffer in with_weights
             for param in buffer.params
         }
         """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
-        self._outside: WeightGroup | None = None
-        """The weights that have storages of their own; None where there are none."""
-        if others := self._make_others():
-            self._outside = WeightGroup(others)
-            self.groups.append(self._outside)
-        self.columnwise = ColumnwiseCopies(param for _, buffer in with_weights for param in buffer.params)
+        others, read = self._make_others(), set[int]() if states is None else states.read_storages()
+        self.read_by_masters = self.groups + [each for each in others if each.slabs[0].storage._cdata in read]
+        """The groups that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
+        self.groups += others
         self._beside = SideStream(device)
         self._wakes_alone = False
         """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
 
-    def _make_others(self) -> list[StorageSlab]:
-        """Return the storages of parameters that have their own: frozen ones, and those of models without DDP."""
-        slabs: dict[int, StorageSlab] = {}
+    def _make_others(self) -> list[WeightGroup]:
+        """Return the parameters that have storages of their own: frozen ones, and those of models without DDP."""
+        of_storages: dict[int, list[NamedParam]] = {}  # tied weights share one
         for name, storage, parameter in self._outside_of_buffers():
             if {class_of(parameter), class_of(parameter.data)} - set(PLAIN):
                 raise ValueError(
                     f"parameter {name!r} outside of DDP's buffers is a {type(parameter.data).__name__}: only plain "
                     "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
                 )
-            if storage not in slabs:  # tied weights share one
-                slabs[storage] = StorageSlab(parameter, f"parameter {name!r}", COMES_BY)
-        return list(slabs.values())
+            of_storages.setdefault(storage, []).append((name, parameter))
+        return [
+            WeightGroup([StorageSlab(named[0][1], f"parameter {named[0][0]!r}", COMES_BY)], params=named)
+            for named in of_storages.values()
+        ]
 
     def _outside_of_buffers(self) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
         """Yield the parameters with storages of their own, each with its name and the `_cdata` of its storage."""
@@ -256,14 +282,14 @@ class Weights(Storages):
             was_just_compared = group.is_rounded and group.rounded_digests is None
             if self._wakes_alone or not was_just_compared:
                 summed.append(group)
-        copied = 0
-        for group, digests in zip(summed, digests_of(summed), strict=True):
-            # Masters that were offloaded before round to what the weights were then.
-            group.is_rounded = group.is_rounded and group.rounded_digests in (None, digests)
-            if not group.is_rounded or self._wakes_alone or not group.stale(digests):
-                with self._beside.after_current():
+        copied, sums = 0, digests_of(summed)
+        with self._beside.after_current():
+            for group, digests in zip(summed, sums, strict=True):
+                # Masters that were offloaded before round to what the weights were then.
+                group.is_rounded = group.is_rounded and group.rounded_digests in (None, digests)
+                if not group.is_rounded or self._wakes_alone or not group.stale(digests):
                     copied += group.copy_out(digests)
-                group.is_on_host = True
+                    group.is_on_host = True
         return copied
 
     def release(self, groups: Sequence[WeightGroup]) -> int:
@@ -272,18 +298,19 @@ class Weights(Storages):
         if not here:
             return 0
         self._beside.synchronize()  # Race: their copies would read what is another's, or the driver's.
-        self.columnwise.drop()
+        for group in here:
+            group.columnwise.drop()
         return sum(group.empty() for group in here)
 
     # Reload.
 
-    def reload(self, tally: Tally, first: Callable[[], None] = lambda: None, frozen: bool = True) -> None:
+    def reload(self, asked: Sequence[WeightGroup], tally: Tally, first: Callable[[], None] = lambda: None) -> None:
         """Reload the weights that are away, but for columnwise copies; a collective, also where none are away.
 
+        asked: the groups. Every rank that a group has asks for it.
         first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
-        frozen: whether those outside of DDP's buffers too.
         """
-        groups = [group for group in self.groups if group.is_away and (frozen or group is not self._outside)]
+        groups = [group for group in asked if group.is_away]
         filled: list[WeightGroup] = []
 
         def fill_and_write() -> None:
@@ -306,8 +333,13 @@ class Weights(Storages):
         for group in groups:
             group.forget_masters()
             group.is_on_host = False
-        for group in self.groups:  # where this rank's weights had stayed, another's may not have
+        for group in asked:  # where this rank's weights had stayed, another's may not have
             group.gather()
+
+    def make_columnwise(self) -> None:
+        """Make the columnwise copies of FP8 weights that are on the GPU."""
+        for group in self.here:
+            group.columnwise.make()
 
     def _write(self, groups: Sequence[WeightGroup]) -> int:
         """Write this rank's weights; return the bytes that crossed the link."""
@@ -329,13 +361,15 @@ class Weights(Storages):
     # On the host.
 
     def on_host(self) -> list[HostParam]:
-        """Return what the host has of all parameters, which are away; what masters round to is rounded there first.
+        """Return what the host has of all parameters; what masters round to is rounded there first.
+
+        Those that are on the GPU, as others are away, are copied.
 
         Raises:
-            RuntimeError: parameters are on the GPU, or something else has offloaded them.
+            RuntimeError: all parameters are on the GPU, or something else has offloaded them.
             ValueError: a parameter is of a class with several tensors inside (FP8).
         """
-        if self.here:
+        if not self.is_away:
             raise RuntimeError("host_params() while parameters are on the GPU: read them there, or offload('params')")
         self.require_known()
         named = [each for chunk in self._chunks for each in chunk.named_parameters() if each[1].numel()]
@@ -343,8 +377,9 @@ class Weights(Storages):
             raise ValueError(
                 f"host_params() of parameter {others[0]!r}: only weights in 16 or 32 bits can be read there"
             )
-        _require_ours(self.groups)
-        for group in self.groups:
+        away = [group for group in self.groups if group.is_away]
+        _require_ours(away)
+        for group in away:
             if not group.is_on_host:
                 self._round_on_host(group)
         slabs = {slab.storage._cdata: slab for slab in self.slabs}
@@ -386,7 +421,7 @@ def _require_ours(groups: Sequence[WeightGroup]) -> None:
         )
 
 
-def buffer_group(buffer: Any, name: str, names: Mapping[int, str], states: OptimizerStates | None) -> WeightGroup:
+def buffer_group(buffer: Any, i: int, names: Mapping[int, str], states: OptimizerStates | None) -> WeightGroup:
     """Return the group of a parameter buffer, of which this rank copies its own shard.
 
     Each rank of the buffer's group owns a shard of each bucket. Between an optimizer step and the all-gather that
@@ -394,13 +429,15 @@ def buffer_group(buffer: Any, name: str, names: Mapping[int, str], states: Optim
 
     Args:
         buffer: mcore's, with parameters.
-        name: what to call it in messages.
+        i: its place among the buffers of the model.
         names: of parameters, by their `id`.
         states: what moves the masters; None without an optimizer.
     """
     ranks = buffer.data_parallel_group
     ranges = own_ranges(buffer, ranks.size(), ranks.rank())
-    slab = StorageSlab(buffer.param_data, f"{name}'s parameter buffer", COMES_BY, ranges, named_weights(buffer, names))
+    place = (i, torch.distributed.get_global_rank(ranks, 0)) if ranks.size() > 1 else None
+    name = f"DDP buffer {i}'s parameter buffer"
+    slab = StorageSlab(buffer.param_data, name, COMES_BY, ranges, named_weights(buffer, names))
 
     def gather() -> None:
         for bucket in buffer.buckets if ranks.size() > 1 else ():
@@ -408,7 +445,8 @@ def buffer_group(buffer: Any, name: str, names: Mapping[int, str], states: Optim
             own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
 
-    return WeightGroup([slab], gather, rounding_of(buffer, ranges, states))
+    params = [(names.get(id(param), ""), param) for param in buffer.params]
+    return WeightGroup([slab], gather, rounding_of(buffer, ranges, states), params, place)
 
 
 def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:

@@ -107,6 +107,23 @@ def test_fp8_parameters_and_what_is_made_of_them_leave_and_return(kind, by):
 
 
 @pytest.mark.usefixtures("mcore_knows_them")
+def test_what_is_made_of_fp8_parameters_goes_and_returns_with_their_own_buffer_alone():
+    with CpuTraining(options()):
+        ddp = in_ddp(Float8Tensor)
+        weight, res = ddp.module.weight, bridge_fgo.Residency(ddp)
+        before = weight._transpose.clone()
+        res.offload("params", where=lambda name, _: "norm" in name)
+        assert torch.equal(weight._transpose, before)
+        res.offload("params")
+        assert weight._transpose is None
+        res.reload("params", where=lambda name, _: "norm" in name)
+        assert weight._transpose is None
+        res.reload("params", where=lambda name, _: "weight" in name)
+        assert torch.equal(weight._transpose, before) and not res.away & {"params"}
+        res.close()
+
+
+@pytest.mark.usefixtures("mcore_knows_them")
 def test_what_was_not_there_is_not_made():
     with CpuTraining(options()):
         ddp = in_ddp(Float8Tensor)

@@ -38,6 +38,11 @@ def test_two_ranks_read_their_own_shards_on_the_host_and_together_all_weights(tm
         assert sum(shares) == 2 if "tp" in changes else max(shares) < 0.6 and abs(sum(shares) - 1) < 1e-6
 
 
+def test_a_buffer_for_which_one_rank_alone_asks_is_reloaded_on_both_which_the_other_says(tmp_path):
+    for rank, mine in enumerate(run_both(tmp_path, rank_child.wake_adapters, changes={"frozen": True})[0]):
+        assert mine["woke"] == 3 * [[] if rank == 0 else ["params"]]
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
     for rank, mine in enumerate(run_both(tmp_path, rank_child.sleep_with_errors, packs=packs)[0]):
