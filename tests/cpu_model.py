@@ -201,11 +201,8 @@ def make_model(options: CpuOptions, cfg: Any, groups: Any) -> list[torch.nn.Modu
         wrapper: Any = DistributedDataParallel
         if options.fsdp is not None:
             wrapper = partial(FullyShardedDataParallel, device=torch.device("cpu"))
-        model.append(
-            wrapper(
-                config=provider, ddp_config=cfg.ddp, module=module, disable_bucketing=chunk > 0, pg_collection=groups
-            )
-        )
+        how = {"disable_bucketing": chunk > 0, "pg_collection": groups}
+        model.append(wrapper(config=provider, ddp_config=cfg.ddp, module=module, **how))
     return model
 
 
@@ -260,19 +257,10 @@ def forward_backward_chunks(
             for chunk, module in enumerate(model):
                 output: Any
                 output, count = schedules.forward_step(
-                    forward_step_func,
-                    data_iterator[chunk],
-                    module,
-                    num_microbatches,
-                    inputs[chunk],
-                    losses,
-                    config,
-                    pg_collection.cp.size(),
-                    is_first_microbatch=microbatch == 0,
-                    current_microbatch=microbatch,
-                    vp_stage=chunk,
-                    is_last_stage=chunk == last,
-                )
+                    forward_step_func, data_iterator[chunk], module, num_microbatches, inputs[chunk], losses, config,
+                    pg_collection.cp.size(), is_first_microbatch=microbatch == 0, current_microbatch=microbatch,
+                    vp_stage=chunk, is_last_stage=chunk == last,
+                )  # fmt: skip
                 tokens += count
                 outputs.append(output)
                 if chunk < last:
@@ -283,10 +271,7 @@ def forward_backward_chunks(
             for chunk in reversed(range(len(model))):
                 gradient = schedules.backward_step(inputs[chunk], outputs[chunk], gradient, config)
     if config.finalize_model_grads_func is not None:
-        config.finalize_model_grads_func(
-            model,
-            tokens if config.calculate_per_token_loss else None,
-            pg_collection=pg_collection,
-            force_all_reduce=force_all_reduce,
-        )
+        counted = tokens if config.calculate_per_token_loss else None
+        how = {"pg_collection": pg_collection, "force_all_reduce": force_all_reduce}
+        config.finalize_model_grads_func(model, counted, **how)
     return losses

@@ -138,16 +138,9 @@ class CpuTraining:
         self.live_bytes = []
         with self._grad_norm_threshold():
             outcome = bridge_train.train_step(
-                self._forward_step,  # type: ignore[reportArgumentType]
-                self._batches,
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                self.state,
-                self.groups,
-                self._schedule,
-                self._p2p,
-            )
+                self._forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.state, self.groups,
+                self._schedule, self._p2p,
+            )  # fmt: skip
         losses, skipped, should_checkpoint, self.exited, exit_code, grad_norm, *_ = outcome
         self.state.train_state.step += 1
         return StepRecord(

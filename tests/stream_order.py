@@ -168,10 +168,9 @@ def install(monkeypatch):
             order.read(read, handle(stream))
             order.write(written, handle(stream))
 
-    monkeypatch.setattr(transfers, "Event", Event)
-    monkeypatch.setattr(transfers, "Copier", Copier)
+    for name, made_up in (("Event", Event), ("Copier", Copier), ("Stream", OwnStream)):
+        monkeypatch.setattr(transfers, name, made_up)
     monkeypatch.setattr(transfers, "current_stream", lambda index: order.current)
-    monkeypatch.setattr(transfers, "Stream", OwnStream)
     monkeypatch.setattr(torch.cuda, "ExternalStream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(order.current))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
@@ -191,9 +190,8 @@ def install(monkeypatch):
 
 
 def _watch_slabs(monkeypatch, order):
-    real = SimpleNamespace(
-        **{n: getattr(Slab, n) for n in ("adopt", "allocate", "_take_staging", "_empty_staging", "free")}
-    )
+    names = ("adopt", "allocate", "_take_staging", "_empty_staging", "free")
+    real = SimpleNamespace(**{name: getattr(Slab, name) for name in names})
     encode, decode = Remainders.encode, Remainders.decode
 
     def of(codec):
@@ -238,14 +236,8 @@ def _watch_slabs(monkeypatch, order):
             order.write(("whole", of(codec)))
         decode(family, moves)
 
-    watched = {
-        "adopt": adopt,
-        "allocate": allocate,
-        "_take_staging": take_staging,
-        "_empty_staging": empty_staging,
-        "free": free,
-    }
-    for name, watch in watched.items():
+    staged = {"_take_staging": take_staging, "_empty_staging": empty_staging}
+    for name, watch in {"adopt": adopt, "allocate": allocate, "free": free, **staged}.items():
         monkeypatch.setattr(Slab, name, watch)
     monkeypatch.setattr(Remainders, "encode", encodes)
     monkeypatch.setattr(Remainders, "decode", decodes)

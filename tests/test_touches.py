@@ -40,11 +40,6 @@ def average(training):
     return [mine.clone() for mine in kept]
 
 
-def zero_moments(training):
-    for moment in moments(training)[::3]:
-        moment.zero_()
-
-
 def to_the_cpu_and_back(training):
     for state in inner(training).state.values():
         for name, value in state.items():
@@ -55,11 +50,6 @@ def to_the_cpu_and_back(training):
 def other_memory(training):
     for master in masters(training):
         master.data = master.data.clone()
-
-
-def scale_masters(training):
-    for master in masters(training)[::2]:
-        master.mul_(1.5)
 
 
 def saved(training):
@@ -82,10 +72,10 @@ ACCESSES = {
     "deep_copy_of_the_state_dict": lambda t: copy.deepcopy(inner(t).state_dict()["state"]),
     "sum_of_moments": lambda t: [moment.double().sum() for moment in moments(t)],
     "norm_of_parameters": norm,
-    "moments_zeroed": zero_moments,
+    "moments_zeroed": lambda t: [moment.zero_().sum() for moment in moments(t)[::3]],
     "moments_to_the_cpu_and_back": to_the_cpu_and_back,
     "masters_with_other_memory": other_memory,
-    "masters_scaled": scale_masters,
+    "masters_scaled": lambda t: [master.mul_(1.5).sum() for master in masters(t)[::2]],
     "states_cleared": lambda t: inner(t).state.clear(),
 }
 CASES = {

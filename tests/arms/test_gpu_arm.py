@@ -83,7 +83,7 @@ def test_a_move_alone_waits_for_the_gpu_first_and_moves_in_a_row_wait_once_which
 
 @pytest.fixture
 def recorder(tmp_path, monkeypatch, stream):
-    """A recorder of 5 steps, 2 with moves alone and 2 profiled ones, and the path of its events."""
+    """A recorder of 5 steps, 2 with moves alone and 2 profiled ones."""
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
@@ -98,7 +98,7 @@ def recorder(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
-    return gpu_recorder.ArmRecorder(options, PhaseClock(options.steps)), tmp_path / "events"
+    return gpu_recorder.ArmRecorder(options, PhaseClock(options.steps))
 
 
 def train(recorder, stream, steps=7, in_step=lambda step: None, after_step=lambda step: None, context=CONTEXT):
@@ -113,14 +113,18 @@ def train(recorder, stream, steps=7, in_step=lambda step: None, after_step=lambd
     recorder.on_train_end(context)
 
 
-def written(events):
-    """Return the events of the steps, and the result."""
-    _, *steps, result = map(json.loads, events.read_text().splitlines())
-    return steps, result
+@pytest.fixture
+def written(tmp_path):
+    """Returns what returns the events of the steps, and the result."""
+
+    def written():
+        _, *steps, result = map(json.loads, (tmp_path / "events").read_text().splitlines())
+        return steps, result
+
+    return written
 
 
 def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
-    recorder, _ = recorder
     train = SimpleNamespace(train_iters=9)  # five measured, two with moves alone, two profiled
     context = SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(train=train)))
     recorder.turns = SimpleNamespace(has_another_step=lambda: True, ends_early=False)
@@ -130,8 +134,9 @@ def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what
         assert (recorder._options.steps, train.train_iters) == (measured, trained)
 
 
-def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(recorder, stream, monkeypatch):
-    recorder, events = recorder
+def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(
+    recorder, written, stream, monkeypatch
+):
     profiled, waited = [], []
     traffic = Traffic()
 
@@ -161,7 +166,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
 
     train(recorder, stream, 9, in_step)
     assert waited == [6, 7] and profiled == [8, 9]
-    steps, result = written(events)
+    steps, result = written()
     assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
     assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
     assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
@@ -169,8 +174,7 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
     assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
 
 
-def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, stream, monkeypatch):
-    recorder, events = recorder
+def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, written, stream, monkeypatch):
     peak = {"now": 7}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
@@ -178,12 +182,11 @@ def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, str
     model = [object()]
     assert recorder.model_is_built(model) is model
     train(recorder, stream, in_step=lambda step: peak.update(now=9))
-    _, result = written(events)
+    _, result = written()
     assert [result[name] for name in ("peak_model_bytes", "model_bytes", "peak_setup_bytes")] == [7, 4, 5]
 
 
 def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(recorder, stream):
-    recorder, _ = recorder
     recorder._options.steps = FIRST_COUNTED_STEP
     gc.unfreeze()
     lives = [[]]
@@ -197,8 +200,7 @@ def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(
     assert gc.get_freeze_count() == 0
 
 
-def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, stream, monkeypatch):
-    recorder, events = recorder
+def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, written, stream, monkeypatch):
     timed = []
 
     def loop():
@@ -210,14 +212,15 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
     other = [7.0] * 5
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.gather", lambda mine: [mine, other])
     train(recorder, stream)
-    _, result = written(events)
+    _, result = written()
     assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
     assert len(timed) == 5, "not in steps that are not measured"
     assert result["step_seconds"] == [1.25] * 5
 
 
-def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_none(recorder, stream, monkeypatch):
-    recorder, events = recorder
+def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_none(
+    recorder, written, stream, monkeypatch
+):
     recorder._options.save, recorder._options.finish_saves = "a folder", True
     checkpoint = SimpleNamespace(save_interval=2)
     context = SimpleNamespace(**vars(CONTEXT), state=SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint)))
@@ -239,7 +242,7 @@ def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_no
 
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.maybe_finalize_async_save", finish)
     train(recorder, stream, after_step=save, context=context)
-    _, result = written(events)
+    _, result = written()
     assert result["save_steps"] == [2, 4]
     assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
     assert result["between_seconds"] == [1, 4, 1, 4, 1]
@@ -257,8 +260,7 @@ def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
     assert clocks.host_loop_seconds() == 0.25
 
 
-def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, stream, monkeypatch):
-    recorder, events = recorder
+def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, written, stream, monkeypatch):
     done, begun = [], []
 
     class Taker:
@@ -287,13 +289,12 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
     train(recorder, stream)
     assert done == ["synchronize", "give back", "wait"] * 3 + ["synchronize"]
     assert begun == [1, 3, 5]
-    steps, result = written(events)
+    steps, result = written()
     assert [step["turn"] for step in steps] == [0, 0, 1, 1, 2]
     assert result["step_seconds"] == [1.25] * 5
 
 
 def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream):
-    recorder, _ = recorder
     before, seen = list(Traffic.before_block), []
     train(recorder, stream, in_step=lambda step: seen.append(list(Traffic.before_block)))
     assert seen[-1] != before == Traffic.before_block

@@ -10,14 +10,6 @@ repository. It is a checkout of one framework, or has several and the wheel:
                                                 files of them that `peers_arm.FILES` names
     .peers/torch_memory_saver-*.whl             from PyPI
 
-An arm is a process, and has the GPU by itself. The peers' own functions are read
-from a folder, and are no part of this repository:
-
-    .peers/skyrl/megatron_utils.py             skyrl/backends/skyrl_train/distributed/megatron/ of NovaSky-AI/SkyRL
-    .peers/verl/megatron_utils.py              verl/utils/ of verl-project/verl
-    .peers/nemo_rl/megatron_policy_worker.py   nemo_rl/models/policy/workers/ of NVIDIA-NeMo/RL
-    .peers/torch_memory_saver-*.whl            from PyPI
-
 A cycle is a training step, a sleep and a wake. With `--sync` parameters alone wake in between, as for a weight sync,
 and sleep again. "left" is what is on the GPU in a sleep. Arms with precision-aware Adam, fp32 accumulation or frozen
 parameters run at the same time: of those only bytes and bits are told. Ends with status 1 where an arm of ours failed,
@@ -51,7 +43,7 @@ OURS = tuple(by for by in PLAIN if by.endswith("ours"))
 VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32-accumulation", "frozen": "--frozen"}
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
 LEAST_RETURNED, MOST_DRIFT = 0.98, 0.01
-HEAD = (
+HEAD = [
     "by",
     "sleep s",
     "sync s",
@@ -64,7 +56,7 @@ HEAD = (
     "pinned GB",
     "left GB",
     "bits",
-)
+]
 
 
 def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:

@@ -19,6 +19,10 @@ CYCLES = 3
 SPOILED_EACH = 4
 """After the first cycles, how often free memory is spoiled: that takes seconds where the GPU has 141 GB."""
 DRIVER_BYTES = 2**32
+UNUSED = (
+    *("add_bias_linear", "persist_layer_norm", "apply_rope_fusion", "gradient_accumulation_fusion"),
+    *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
+)
 SETTLING_SECONDS = 0.5
 """What the driver gets for clearing what was spoiled, which takes time of the copies that follow."""
 
@@ -97,17 +101,10 @@ class Trainer:
             pipeline_dtype=torch.bfloat16,
             hidden_dropout=0.0,
             attention_dropout=0.0,
-            add_bias_linear=False,
             attention_backend=AttnBackend.unfused,
             deterministic_mode=self.is_cuda,
-            gradient_accumulation_fusion=False,
-            masked_softmax_fusion=False,
-            bias_activation_fusion=False,
-            bias_dropout_fusion=False,
-            apply_rope_fusion=False,
-            persist_layer_norm=False,
-            cross_entropy_loss_fusion=False,
             use_cpu_initialization=not self.is_cuda,
+            **dict.fromkeys(UNUSED, False),
             **more,
         )
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=self.is_cuda)

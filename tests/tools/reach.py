@@ -12,12 +12,11 @@ import inspect
 import logging
 import os
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from bridge_fgo.bridge.compat import FLAG
@@ -35,30 +34,8 @@ MODEL: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_head
 ARGUMENTS = {"megatron.bridge.diffusion.recipes.nemotron_labs_diffusion.ar_to_dlm": {"hf_path": "a stand-in"}}
 """What the config functions of a module are called with. These make no model unless they are told which."""
 
-SETTING = re.compile(r"(?:^|[ (])(\w+\.\w+=(?:'[^']*'|[\w.]+))")
-
 ORDER = ("accepted", "refused", "Bridge refuses", "not built")
 """Outcomes: the first two are this package's; Bridge's validation raised; the function raised."""
-
-
-class Verdict(NamedTuple):
-    """What came of one config function: an outcome of `ORDER`, and the refusals or the error."""
-
-    outcome: str
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def reason(self) -> str:
-        """The class of the reasons: of each refusal the setting that it begins with, of an error its type."""
-        if self.outcome in ("Bridge refuses", "not built"):
-            return self.reasons[0].partition(":")[0]
-        return ", ".join(dict.fromkeys(map(setting_of, self.reasons)))
-
-
-def setting_of(refusal: str) -> str:
-    """Return the first `section.setting=value` of a refusal, or all of it where it names none."""
-    found = SETTING.search(refusal)
-    return found[1] if found else refusal
 
 
 def config_functions() -> dict[Callable[..., Any], set[str]]:
@@ -97,8 +74,11 @@ def _makes_config(value: Any) -> bool:
     )
 
 
-def verdict_of(function: Callable[..., Any]) -> Verdict:
-    """Build a config, set the flag, and ask this package's own refusals; to be called in `without_hugging_face`."""
+def verdict_of(function: Callable[..., Any]) -> tuple[str, str, str]:
+    """Build a config, set the flag, and ask this package's own refusals; to be called in `without_hugging_face`.
+
+    Returns an outcome of `ORDER`; the refusals, or the type of the error; and that error.
+    """
     outcome = "not built"
     with mock.patch.dict(os.environ):  # a recipe's variables are not the next one's
         try:
@@ -106,10 +86,10 @@ def verdict_of(function: Callable[..., Any]) -> Verdict:
             outcome = "Bridge refuses"
             prepare(config)
         except Exception as error:  # whatever is raised is told by its name and never skipped
-            return Verdict(outcome, (f"{type(error).__name__}: {error}",))
+            return outcome, type(error).__name__, " ".join(str(error).split())
         setattr(config.optimizer, FLAG, True)
-        refusals = tuple(all_refusals(config, OffloadConfig()))
-    return Verdict("refused" if refusals else "accepted", refusals)
+        refusals = "; ".join(all_refusals(config, OffloadConfig()))
+    return "refused" if refusals else "accepted", refusals, ""
 
 
 def prepare(config: Any) -> None:
@@ -186,33 +166,29 @@ def without_hugging_face() -> Iterator[None]:
         yield
 
 
-def table(verdicts: Mapping[str, Verdict], names: int, *, verbose: bool) -> str:
+def table(verdicts: Mapping[str, tuple[str, str, str]], names: int, *, verbose: bool) -> str:
     """Return the table as text: a row for each outcome and reason, in the order of `ORDER` and the most first.
 
     Args:
         verdicts: of each config function, by module and name.
         names: how many names Bridge gives these functions.
-        verbose: whether the functions and their whole reasons follow each row. What did not
-            get as far as this package is named always.
+        verbose: whether the functions follow each row. What did not get as far as this package is named always.
     """
     classes: dict[tuple[str, str], list[str]] = {}
-    for name, verdict in sorted(verdicts.items()):
-        classes.setdefault((verdict.outcome, verdict.reason), []).append(name)
-    built = sum(verdict.outcome != "not built" for verdict in verdicts.values())
+    for name, (outcome, reason, why) in sorted(verdicts.items()):
+        classes.setdefault((outcome, reason), []).append(f"{'':23}{name}  {why}".rstrip())
+    built = sum(outcome != "not built" for outcome, *_ in verdicts.values())
     lines = [f"{len(verdicts)} config functions under {names} names; {built} build", ""]
-    for outcome, reason in sorted(classes, key=lambda key: (ORDER.index(key[0]), -len(classes[key]), key[1])):
-        functions = classes[outcome, reason]
-        lines.append(f"{len(functions):5}  {outcome:14}  {reason}".rstrip())
-        for function in functions if verbose or outcome in ("Bridge refuses", "not built") else ():
-            lines.append(f"{'':23}{function}")
-            lines.extend(f"{'':25}{why}" for why in verdicts[function].reasons)
+    for (outcome, reason), of in sorted(classes.items(), key=lambda row: (ORDER.index(row[0][0]), -len(row[1]))):
+        lines.append(f"{len(of):5}  {outcome:14}  {reason}".rstrip())
+        lines += of if verbose or outcome in ("Bridge refuses", "not built") else []
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="just reach")
-    parser.add_argument("--verbose", action="store_true", help="print the functions and the whole reasons too")
+    parser.add_argument("--verbose", action="store_true", help="print all functions")
     verbose = parser.parse_args().verbose
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

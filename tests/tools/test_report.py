@@ -249,17 +249,10 @@ def test_what_is_no_run_is_an_error_that_says_what_would_be(report, tmp_path):
 def wandb(monkeypatch):
     """Stands in for the package: a server with the run "me/project/abc"."""
     rows = [
-        {"_step": 1, "_runtime": 0.3, "lm loss": 1.0, "lm loss vs samples": 1.0, "bridge_fgo/released_bytes": 1000},
-        {
-            "_step": 2,
-            "_runtime": 0.4,
-            "lm loss": "NaN",
-            "bridge_fgo/released_bytes": 2000,
-            "note": "text",
-            "done": True,
-        },
-        {"_step": 3, "_runtime": 0.5, "lm loss": 0.1, "bridge_fgo/released_bytes": None},
+        {"_step": step, "_runtime": 0.3, "lm loss": loss, "lm loss vs samples": 1.0, f"{OURS}released_bytes": released}
+        for step, loss, released in ((1, 1.0, 1000), (2, "NaN", 2000), (3, 0.1, None))
     ]
+    rows[1] |= {"note": "text", "done": True}
 
     def run(address):
         if address != "me/project/abc":
