@@ -1,8 +1,7 @@
 """`bridge-fgo demo`: the same training twice, resident and offloaded, compared bit by bit.
 
-Each run (an *arm*) is a process of its own, so that neither inherits memory, random
-state or patches from the other. An arm appends JSON events to a file, which is
-followed here while it runs. Nothing here imports torch, except to look for a GPU.
+Each run (an *arm*) is a process of its own, so that neither inherits memory, random state or patches from the other.
+Its JSON events are followed here while it runs. Nothing here imports torch, except to look for a GPU.
 """
 
 from __future__ import annotations

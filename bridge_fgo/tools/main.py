@@ -1,7 +1,6 @@
 """The typer application behind `bridge-fgo` and `python -m bridge_fgo`.
 
-Nothing here imports torch or Megatron: each command loads what it needs when it
-runs, so that `--help` answers at once and on any machine.
+Nothing here imports torch or Megatron, so that `--help` answers at once: each command loads what it needs.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ from bridge_fgo.tools.show import spinner
 class _RunsScriptsOutsideOfClick(TyperGroup):
     """Starts the script of `run` only after click has returned.
 
-    click catches KeyboardInterrupt, EOFError and broken pipes of whatever it calls
-    and turns them into a short message and its own exit status. A training script
-    has to end here as it ends under `python script.py`, so `run` only leaves its
-    request in the context and the script starts once click is off the stack.
+    click turns KeyboardInterrupt, EOFError and broken pipes of what it calls into a message and an exit status of its
+    own. A training script has to end as under `python script.py`, so `run` leaves its request in the context.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:

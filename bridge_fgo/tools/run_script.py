@@ -53,9 +53,9 @@ def _can_be_found(module: str) -> bool:
 def run(request: Request) -> None:
     """Install the package and run the script as `python SCRIPT ARGS...` or `python -m MODULE ARGS...` would.
 
-    The script sees its own `sys.argv`, its folder (of a module: the working folder) as `sys.path[0]`, and
-    `__name__ == "__main__"`. Whatever it raises, SystemExit included, passes through; a traceback begins at the
-    script. `sys.argv` and `sys.path` stay as the script leaves them: its threads and exit handlers may still read them.
+    The script sees its own `sys.argv`, its folder (of a module: the working folder) as `sys.path[0]`, which stay as it
+    leaves them for its threads and exit handlers, and `__name__ == "__main__"`. Whatever it raises, SystemExit
+    included, passes through; a traceback begins at the script.
     """
     import bridge_fgo
     from bridge_fgo.bridge import settings

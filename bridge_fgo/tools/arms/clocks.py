@@ -36,9 +36,9 @@ def host_loop_seconds() -> float:
 class MovesAlone:
     """Has the host wait for the training stream before a move of a slab, `APART` after it last has, until `end`.
 
-    So the steps tell what the host's work for copies takes by itself. Where the host runs ahead of the GPU until the
-    driver's queue of launches is full, whoever enqueues next waits for the GPU, and the clock counts that as theirs; in
-    these steps the queue never fills. The wait is not among what `Traffic` counts, and changes no bit.
+    So steps tell what the host's work for copies takes by itself. Where the host runs ahead until the driver's queue of
+    launches is full, whoever enqueues next waits for the GPU, and the clock counts that as theirs; here it never fills.
+    The wait is not among what `Traffic` counts, and changes no bit.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -2,12 +2,9 @@
 
     python -m bridge_fgo.tools.arms.cpu --steps 20 --offload on --events events.jsonl
 
-Transformer Engine and CUDA stand in, as `bridge_fgo.tools.standins` says, so this shows whether two
-arms are bitwise equal and how many bytes go, not how fast they go.
-
-There is no allocator to ask for peaks. `peak_forward_backward_bytes` and `peak_step_bytes` are bytes of
-live optimizer state alone: the largest sample taken as a microbatch's forward begins, and the largest taken
-after a step. `peak_allocated_bytes` is the larger of the two; `peak_reserved_bytes` is 0.
+Transformer Engine and CUDA stand in (`bridge_fgo.tools.standins`): it shows whether two arms are bitwise equal and how
+many bytes go, not how fast. Without an allocator to ask, peaks are the largest samples of live optimizer state: as a
+microbatch's forward begins, and after a step; `peak_allocated_bytes` is the larger one, `peak_reserved_bytes` 0.
 """
 
 from __future__ import annotations

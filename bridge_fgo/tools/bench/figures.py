@@ -47,11 +47,10 @@ def _equal(row: Row) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The measured figures of one arm.
+    """The measured figures of one arm; None for what is not known or not asked.
 
-    Seconds and bytes are rank 0's, and S is its optimizer state in bytes. Step times, added time and E are of the steps
-    that count (`tools.bench.steps`); phases, and with them E of copies and the floor, are medians over all steps from
-    the seventh on. What is not known or not asked is None.
+    Seconds and bytes are rank 0's, S is its optimizer state in bytes. Step times, added time and E are of the steps
+    that count (`tools.bench.steps`); phases, E of copies and the floor are medians over all steps from the seventh on.
     """
 
     arm: str = _column("arm", "what was trained; see the bench's README", "{}")

@@ -55,8 +55,7 @@ class InTurn:
     """Arms that take turns; `arms` has the arguments of `ArmProcess` by name, those of the resident arm first.
 
     Each has `rounds` turns that count, of `turn_steps` steps. One that takes `timeout` seconds to come up, or to end
-    its turn, is given up. `tell` gets a line whenever something has happened. `run` should end within `time_limit`
-    seconds.
+    its turn, is given up. `tell` gets a line on whatever happens. `run` should end within `time_limit` seconds.
     """
 
     arms: dict[str, dict[str, Any]]

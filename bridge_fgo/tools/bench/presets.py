@@ -75,10 +75,9 @@ class BenchArm:
 def size_options(
     preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
 ) -> list[str]:
-    """Return the arm's options for the sizes of a preset, of which `microbatches` and `layers` may be others.
+    """Return the arm's options for the sizes of a preset, with other `microbatches` or `layers` where these are given.
 
-    `tp` GPUs are tensor-parallel, with sequence parallelism, and their groups data-parallel; ValueError where one is
-    left.
+    Of the GPUs `tp` are tensor-parallel, with sequence parallelism, and all such groups data-parallel, or ValueError.
     """
     if gpus % tp:
         raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")

@@ -1,17 +1,15 @@
 """Which steps of an arm count: those in which nothing is saved and the host was as fast as in every other arm's.
 
 A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
-each arm times a fixed loop of Python before each step, on every rank (`tools.arms.clocks`). The loop time of
-a step is that of its slowest rank, for which the others wait. The first quartile of all arms' loop times is the
-reference; a step counts if its loop took at most `SLOWER` times that. Where fewer than half of an arm's steps would be
-left, all count, and the table says so.
+each arm times a fixed loop of Python before each step, on every rank (`tools.arms.clocks`), of which that of the
+slowest counts. The first quartile of all arms' loop times is the reference; a step counts if its loop took at most
+`SLOWER` times that. Where fewer than half of an arm's steps would be left, all count, and the table says so.
 
-A step with a save does not count, nor does the one after it. Bridge empties the allocator's cache for a save, so the
-next step allocates anew. And the background writer is waited for between the two, in no step's time, so the copies that
-would run on into the next step come to their end.
+A step with a save does not count, nor does the one after it: Bridge empties the allocator's cache for a save, and the
+background writer is waited for between the two, in no step's time, so that copies do not run on.
 
 Of arms that train in turn the first turn does not count, and of the others not the first step: it begins on a GPU at
-rest, with no copies of a step before it, and allocates anew what was given back for the others.
+rest, and allocates anew what was given back for the others.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 def installed(answer: dict[str, Any]) -> dict[str, Any]:
     """Return versions by name, None for what is not there, without importing Megatron or Transformer Engine.
 
-    Beside the distributions: "mcore", the version that a job would import (a checkout may shadow the wheel),
-    "offloader", the optimizer-state offloader that this mcore brings, and "install", why `bridge_fgo.install` refuses
-    this Bridge, or why Megatron does not import, or None; all three by the builder's answer.
+    By the builder's answer: "mcore", the version that a job would import (a checkout may shadow the wheel),
+    "offloader", mcore's own, and "install", why `bridge_fgo.install` refuses this Bridge, or Megatron does not import,
+    or None.
     """
     versions = {name: version_of(name) for name in DISTRIBUTIONS}
     return {

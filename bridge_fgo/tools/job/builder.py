@@ -2,11 +2,10 @@
 
     python -m bridge_fgo.tools.job.builder REQUEST
 
-REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, overrides, patches
-(whether to try that all of this package's patches fit). The answer is one
-JSON object on stdout; whatever Megatron prints goes to stderr. torch's fake process groups make a world of any
-size, Transformer Engine is `te_shapes`, and Bridge's own `runtime_config_update` and model builder do the rest, so
-that what comes out is what `pretrain()` makes of the same config.
+REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, overrides, patches (whether to
+try that all of this package's patches fit). The answer is one JSON object on stdout; whatever Megatron prints goes to
+stderr. With torch's fake process groups for a world of any size, and `te_shapes` for Transformer Engine, Bridge's own
+`runtime_config_update` and model builder make what `pretrain()` makes of the same config.
 """
 
 from __future__ import annotations

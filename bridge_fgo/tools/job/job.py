@@ -69,8 +69,7 @@ def read_job(
     gpus: None for the fewest that it can have. vocab_size: where neither the model nor the tokenizer's config says it.
 
     Raises:
-        ValueError: there is no such recipe, file or setting, it cannot be built, the GPUs do not suit it, the builder
-            died, or Megatron could not be imported with the package installed.
+        ValueError: the builder died, or the job is none, or wrong, or Megatron does not import with the package.
     """
     found = found or kept_answer(target, gpus, offload, vocab_size, overrides)
     if not found and (missing := missing_packages()):

@@ -1,11 +1,9 @@
 """Hollow Transformer Engine and NVRx, with which Bridge imports where they are missing and mcore does without.
 
-- `transformer_engine`: importing `megatron.bridge` needs it (`megatron.bridge.peft` subclasses its layers in
-  annotations and base classes); mcore does not. So mcore is imported first, with Transformer Engine hidden,
-  and decides on its own fallbacks; then Bridge gets three hollow modules. A machine that has the real one
-  hides it too: its FusedAdam steps only CUDA tensors.
-- `nvidia_resiliency_ext`, where it is not installed: `megatron.bridge.training.pretrain` needs one class of
-  it, for an annotation.
+- `transformer_engine`: `megatron.bridge` needs it for annotations and base classes (its `peft`), mcore does not. So
+  mcore is imported first, with Transformer Engine hidden, and decides on its own fallbacks; then Bridge gets three
+  hollow modules. A machine that has the real one hides it too: its FusedAdam steps only CUDA tensors.
+- `nvidia_resiliency_ext`, where it is not installed: Bridge's `pretrain` needs a class of it for an annotation.
 
 Nothing hollow computes: calling or instantiating any of it raises.
 """

@@ -1,10 +1,8 @@
 """Transformer Engine's layers as shapes alone, so that mcore builds the model that it builds on a GPU.
 
-With these, Megatron-Core's own layer specs give every parameter of a rank by name, shape and order, on torch's
-meta device, on a machine without a GPU and whether Transformer Engine is installed or not. Only the names and
-the order of the parameters of each layer are taken from Transformer Engine (2.17): `weight` and `bias` of a
-Linear, before them `layer_norm_weight` and `layer_norm_bias` of a LayerNormLinear, and `weight0`, `weight1`, ...
-of a GroupedLinear. mamba_ssm and deep_ep stand in too: mcore asks for them and has all parameters itself.
+With these, mcore's own layer specs give every parameter of a rank by name, shape and order, on torch's meta device,
+with no GPU, whether Transformer Engine is installed or not. Only the names and the order of each layer's parameters are
+taken from it (2.17). mamba_ssm and deep_ep stand in too: mcore asks for them and has all parameters itself.
 
 Nothing here computes. To be installed before Megatron is imported, in a process of its own.
 """
