@@ -138,11 +138,6 @@ class Figures:
         )
 
     @property
-    def run_peaks(self) -> dict[str, int]:
-        """Highest value so far of each of the allocator's peak counters."""
-        return self._peaks.meter.run_peaks
-
-    @property
     def peak_allocated_bytes(self) -> int | None:
         """Peak of allocated GPU memory of the newest step; None without a GPU."""
         peaks = [p for p in (self._now.peak_forward_backward_bytes, self._now.peak_step_bytes) if p is not None]

@@ -15,7 +15,6 @@ import itertools
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, make_dataclass
-from enum import StrEnum
 from types import NoneType
 from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin, get_type_hints
 
@@ -105,11 +104,7 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
         value = given.get(option.setting)
         if value is None:
             continue
-        if option.choices:
-            value = str(value)  # and not typer's enum
-        elif option.words:
-            value = option.read(value)
-        found[option.setting] = value
+        found[option.setting] = option.read(value) if option.words else value
     return found
 
 
@@ -138,8 +133,7 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
     own = inspect.signature(command, eval_str=True)
     parameters = [parameter for parameter in own.parameters.values() if parameter.name != "offload"]
     for option in OPTIONS:
-        # An enum, because typer takes Literal only since 0.19.
-        kind = StrEnum(option.setting, list(option.choices)) if option.choices else option.kind
+        kind: Any = Literal[option.choices] if option.choices else option.kind
         kind = kind if option.is_switch or kind is not bool else str  # which would take no value
         parser = option.read if option.words else None
         flags = f"{option.flag}/{option.off}" if option.is_switch else option.flag

@@ -106,7 +106,7 @@ class Session:
         self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
         """What asked for the offload, for messages."""
         self.model_config, self.settings, self.engine = model_config, config, engine
-        self._owner, self._meter = owner, meter
+        self._owner, self.meter = owner, meter
         self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
         self.figures = Figures(engine, mcore_version(), meter, self.gradients)
         self._points = ModelPoints()
@@ -239,10 +239,6 @@ class Session:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
         self.engine.release()
         self.figures.released()
-
-    def graphs_changed(self) -> None:
-        """Take into account what CUDA graphs keep: one was captured, or is gone."""
-        self._meter.count_graphs()
 
     def reload(self) -> None:
         """Take GPU memory again and start the copies in: backward is done."""

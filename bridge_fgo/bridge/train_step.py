@@ -114,7 +114,7 @@ def run_schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     result = wrapped(*args, **kwargs)
     if any(graph is not before.get(stage) for stage, graph in _graphs().items()):
         for session in all_sessions():
-            session.graphs_changed()
+            session.meter.count_graphs()
     session = active_session()
     if session is not None and not kwargs["forward_only"]:
         session.reload()
@@ -133,7 +133,7 @@ def _graphs() -> dict[str, Any]:
 def report_memory(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Keep Bridge's peak figures those of the run, though the counters are reset between phases."""
     peaks: dict[str, int] = {}
-    for of_run in (*(session.figures.run_peaks for session in all_sessions()), *measured_peaks()):
+    for of_run in (*(session.meter.run_peaks for session in all_sessions()), *measured_peaks()):
         for key, value in of_run.items():
             peaks[key] = max(value, peaks.get(key, 0))
     if not peaks:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -44,7 +43,7 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     mistakes = (ValueError, OSError, RuntimeError) if issubclass(cls, JobSettings) else (ValueError, OSError)
 
     def command(**given: Any) -> None:
-        given = {key: value.value if isinstance(value, Enum) else value for key, value in given.items()}
+
         try:
             status = run(cls(**given))
         except ArmFailed as failure:
@@ -61,22 +60,13 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=_with_enum(field.name, hints[field.name]),
+            annotation=hints[field.name],
         )
         for field in fields(cls)
     ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__doc__ = run.__doc__
     return takes_offload_options(command) if "offload" in hints else command
-
-
-def _with_enum(name: str, hint: Any) -> Any:
-    """Return a type with an enum in the place of a Literal, which typer takes only since 0.19."""
-    kind, *extras = get_args(hint)
-    for part in (kind, *get_args(kind)):
-        if get_origin(part) is Literal:
-            return Annotated[StrEnum(name, list(get_args(part))) | None, *extras]
-    return hint
 
 
 @dataclass(frozen=True)

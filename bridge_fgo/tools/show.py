@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-
-
-@contextlib.contextmanager
-def reading(path: Path, writer: str) -> Iterator[None]:
-    """Context that names a file in the error of its content being broken, or not what `writer` writes."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path}: broken, or not what {writer} writes ({why})") from error
 
 
 @contextlib.contextmanager

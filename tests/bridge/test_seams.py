@@ -173,7 +173,7 @@ def test_bridges_memory_report_keeps_the_peak_of_the_run(monkeypatch, installed)
 
     from bridge_fgo.bridge import train_step
 
-    session = SimpleNamespace(figures=SimpleNamespace(run_peaks={"allocated_bytes.all.peak": 9_000_000_000}))
+    session = SimpleNamespace(meter=SimpleNamespace(run_peaks={"allocated_bytes.all.peak": 9_000_000_000}))
     monkeypatch.setattr(train_step, "all_sessions", lambda: [session])
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocated_bytes.all.peak": 1_000_000_000})
     before = torch.cuda.memory_stats

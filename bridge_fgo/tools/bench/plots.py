@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bridge_fgo.tools.show import reading
-
 BIG_COPY_BYTES = 2**20  # copies above this are taken for the offload's; the training loop's own are smaller
 GAP_SECONDS = 2e-4  # kernels less apart than this are drawn as one bar
 ROWS = (("kernels", "tab:blue"), ("d2h", "tab:orange"), ("h2d", "tab:green"))
@@ -31,7 +29,7 @@ class Trace:
 
 def read_trace(path: Path) -> Trace:
     """Read the trace that `bridge_fgo.tools.arms.step_trace` wrote."""
-    with reading(path, "an arm of `bridge-fgo bench`"), gzip.open(path, "rt") as file:
+    with gzip.open(path, "rt") as file:
         raw = json.load(file)
 
     def of(kind: str, least: int = 0) -> list[Interval]:
@@ -52,13 +50,11 @@ def merge(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
     return merged
 
 
-def draw_step(paths: Mapping[str, Path], folder: Path) -> list[Path]:
-    """Draw `memory.png` and `gantt.png` into a folder, from the trace of each arm; return their paths."""
+def draw_step(paths: Mapping[str, Path], folder: Path) -> None:
+    """Draw `memory.png` and `gantt.png` into a folder, from the trace of each arm."""
     traces = {name: read_trace(path) for name, path in paths.items()}
-    pictures = [folder / "memory.png", folder / "gantt.png"]
-    save_picture(pictures[0], lambda pyplot: _memory_timeline(traces, pyplot))
-    save_picture(pictures[1], lambda pyplot: _gantt(traces, pyplot))
-    return pictures
+    save_picture(folder / "memory.png", lambda pyplot: _memory_timeline(traces, pyplot))
+    save_picture(folder / "gantt.png", lambda pyplot: _gantt(traces, pyplot))
 
 
 def _memory_timeline(traces: Mapping[str, Trace], pyplot: Any) -> Any:
