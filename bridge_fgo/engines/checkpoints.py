@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import batched
 from typing import Any, override
@@ -19,7 +19,7 @@ from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload.snapshot import Loading, Snapshot
+from bridge_fgo.offload.snapshot import Loading, Snapshot, States, Write
 from bridge_fgo.states.source import Source
 
 
@@ -148,12 +148,7 @@ class CheckpointingEngine(Engine):
 
     @override
     def put(
-        self,
-        source: Source,
-        param: torch.Tensor,
-        hand_out: Callable[[], object],
-        loaded: Mapping[str, Any],
-        write: Callable[[Mapping[str, Any]], None],
+        self, source: Source, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write
     ) -> None:
         loading = self._snapshots[source]
         assert isinstance(loading, Loading)

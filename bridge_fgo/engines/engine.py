@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from bridge_fgo.config import readable
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.offload.profile import Mark
+from bridge_fgo.offload.snapshot import States, Write
 from bridge_fgo.states.source import Source
 
 
@@ -188,12 +189,7 @@ class Engine(ABC):
         self.states_replaced(source)
 
     def put(
-        self,
-        source: Source,
-        param: torch.Tensor,
-        hand_out: Callable[[], object],
-        loaded: Mapping[str, Any],
-        write: Callable[[Mapping[str, Any]], None],
+        self, source: Source, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write
     ) -> None:
         """Put loaded states of the optimizer parameter `param` in their place; see `Loading.put`."""
         self.require_writable(source)

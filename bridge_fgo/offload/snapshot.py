@@ -15,6 +15,8 @@ from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 
+States = Mapping[str, Any]  # of a parameter, by name
+Write = Callable[[States], None]
 Place = tuple[State, Slab, int]  # where a tensor is: its state, the slab, and the offset in it in bytes
 
 
@@ -174,13 +176,7 @@ class Loading(Snapshot):
             return torch.empty(value.shape, dtype=torch.float32)
         return slab.host_view(value, offset) if _is_on_the_host(slab, value) else value
 
-    def put(
-        self,
-        param: torch.Tensor,
-        hand_out: Callable[[], object],
-        loaded: Mapping[str, Any],
-        write: Callable[[Mapping[str, Any]], None],
-    ) -> None:
+    def put(self, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write) -> None:
         """Put loaded states of a parameter in their place: tensors by name, and what is no tensor.
 
         They are in the memory that `hand_out` has handed out or in any other; it is called once more. Where the host
