@@ -16,26 +16,18 @@ ENVIRONMENT_FILE = Path(__file__).with_name("environment.json")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One of Bridge's pretraining recipes, or `tiny`, which is this project's own.
-
-    gpus: GPUs that the builder's parallel layout is for.
-    builder: `module:function` within `megatron.bridge`, a function that takes nothing; "" for `tiny`.
-    hf_model: the Hugging Face model whose config the builder reads; "" for `tiny`.
-    benchmark: upstream wrote it to measure speed: no checkpoints, 50 steps, and MoE routers that are forced to balance.
-    mcore_module: a module of `megatron.core` without which the model cannot be built, on Megatron-LM's `dev` branch
-        only.
-    system: whose GPUs the builder is for.
-    step: the module within `megatron.bridge` whose `forward_step` trains it.
-    """
+    """One of Bridge's pretraining recipes, or `tiny`, which is this project's own."""
 
     name: str
-    gpus: int
-    builder: str
-    hf_model: str
-    benchmark: bool = False
-    mcore_module: str | None = None
-    system: str = "GB200"
-    step: str = "training.gpt_step"
+    gpus: int  # that the builder's parallel layout is for
+    builder: str  # `module:function` within `megatron.bridge`, a function that takes nothing; "" for `tiny`
+    hf_model: str  # the Hugging Face model whose config the builder reads; "" for `tiny`
+    benchmark: bool = (
+        False  # whether it measures speed: no checkpoints, 50 steps, MoE routers that are forced to balance
+    )
+    mcore_module: str | None = None  # of Megatron-LM's `dev` branch alone, without which the model cannot be built
+    system: str = "GB200"  # whose GPUs the builder is for
+    step: str = "training.gpt_step"  # the module within `megatron.bridge` whose `forward_step` trains it
 
     @property
     def is_of_racks(self) -> bool:
@@ -112,11 +104,7 @@ RECIPES = {recipe.name: recipe for recipe in _ALL}
 
 
 def find(name: str) -> Recipe:
-    """Return a recipe by its name.
-
-    Raises:
-        ValueError: there is no such recipe; names those that are near, or all.
-    """
+    """Return a recipe by its name; ValueError, which names those that are near, or all, where there is none."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, cutoff=0.5) or RECIPES
         raise ValueError(f"recipe={name!r}: there is no such recipe; use one of {', '.join(near)}")

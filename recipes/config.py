@@ -83,11 +83,7 @@ def build(
 
 
 def import_bridge() -> None:
-    """Import Bridge also where Transformer Engine is missing, which Bridge's import needs and a config does not.
-
-    Raises:
-        ValueError: megatron-bridge is not installed.
-    """
+    """Import Bridge, also without Transformer Engine, which a config needs not; ValueError where it is missing."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.bridge") is None:
         raise ValueError("a recipe's configuration needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     if "megatron.bridge" not in sys.modules and importlib.util.find_spec("transformer_engine") is None:

@@ -205,11 +205,7 @@ OF_NEMO_RUN = ("run", "executor", "plugins")
 
 
 def gather_overrides(arguments: list[str]) -> list[str]:
-    """Return a command's arguments with `section.field=value` put into `overrides=`, as `plan` and Slurm take them.
-
-    Raises:
-        ValueError: there is no setting of that name.
-    """
+    """Return arguments with `section.field=value` put into `overrides=`; ValueError where there is no such setting."""
     of_job = {field.name for field in fields(Job)}
     found: list[str] = []
     others: list[str] = []

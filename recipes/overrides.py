@@ -44,10 +44,7 @@ def refuse_without_value(overrides: Sequence[str]) -> None:
 
 
 def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
-    """Refuse text or a fraction where the field holds only numbers, or only whole ones.
-
-    Bridge's function checks names alone. A wrong value would fail at its first use, in an error that names no setting.
-    """
+    """Refuse text or a fraction where the field holds numbers, or whole ones; Bridge's function checks names alone."""
     name, _, text = override.lstrip("+~").partition("=")
     *sections, field = name.split(".")
     section = config
