@@ -24,17 +24,13 @@ MAPPING_BYTES = 256  # of a line of `NUMA_MAPS`; for each one more the kernel wo
 
 
 class Pool(NamedTuple):
-    """Memory that processes share: the host's, some of its NUMA nodes', or what a cgroup may have of it.
+    """Memory that processes share: the host's, some of its NUMA nodes', or what a cgroup may have of it."""
 
-    `identity` is the same for all processes that share it. `whole` and `free` are bytes, those that can be had now.
-    `name` is for messages. `part` is the part of this host's ranks that shares it.
-    """
-
-    identity: str
-    whole: int
-    free: int
-    name: str = "node"
-    part: float = 1.0
+    identity: str  # the same for all processes that share it
+    whole: int  # bytes
+    free: int  # bytes that can be had now
+    name: str = "node"  # for messages
+    part: float = 1.0  # of this host's ranks, that shares it
 
 
 class Need(NamedTuple):
@@ -180,17 +176,13 @@ def _meminfo(name: str) -> int:
 
 
 class _Names(NamedTuple):
-    """Names of a cgroup's files (limit, bytes in use) and of lines of its `memory.stat`, or of a NUMA node's `meminfo`.
-
-    `cache` is the page cache without shared memory, which only goes with its file or to swap; `unwritten` is what of it
-    waits for a disk; `slab` is the kernel's own memory that it gives back when asked.
-    """
+    """Names of a cgroup's files (limit, bytes in use), and of lines of its `memory.stat` or a NUMA node's `meminfo`."""
 
     limit: str
     used: str
-    cache: tuple[str, ...]
-    unwritten: tuple[str, ...]
-    slab: tuple[str, ...]
+    cache: tuple[str, ...]  # the page cache without shared memory, which only goes with its file or to swap
+    unwritten: tuple[str, ...]  # what of it waits for a disk
+    slab: tuple[str, ...]  # the kernel's own memory that it gives back when asked
 
 
 _NODE = _Names("", "", ("Inactive(file)", "Active(file)"), ("Dirty", "Writeback"), ("SReclaimable",))
