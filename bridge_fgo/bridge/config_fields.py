@@ -28,7 +28,10 @@ def _own_fields() -> dict[str, dataclasses.Field[Any]]:
 
 
 def _class_default(name: str) -> Any:
-    """Return the class attribute for instances made before the install, of which each gets a dict of its own."""
+    """Return the class attribute that serves instances made before the package was installed.
+
+    Each gets a dict of its own: `optimizer.offload` is made to be written to.
+    """
     if name == FLAG:
         return False
     default = functools.cached_property(lambda _: nothing_set())

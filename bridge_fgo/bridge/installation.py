@@ -90,7 +90,7 @@ class Installation:
         self.apply([module for module in found if not (module.__name__ in _hooked and _is_half_imported(module))])
 
     def apply(self, modules: list[ModuleType]) -> None:
-        """Apply the patches of modules; RuntimeError, before any, where one is not for the binding that is there."""
+        """Apply the patches of some modules, once each of them fits, else RuntimeError."""
         ready = [(patch, module) for module in modules for patch in self._waiting.get(module.__name__, [])]
         for patch, module in ready:
             patch.check(module)

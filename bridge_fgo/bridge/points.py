@@ -108,7 +108,10 @@ class PointHook:
         self._forward(number, nbytes)
 
     def before_forward(self, number: int, layer: Layer, module: Module, args: Any, kwargs: Any) -> None:
-        """Report that a layer's forward begins, and by a hook on its input, which adds no node, its backward's end."""
+        """Report that a layer's forward begins, and that its backward has ended once its input has a gradient.
+
+        A hook on a tensor adds no node to the graph and changes no gradient.
+        """
         if self._point is None:
             return
         nbytes, differentiable = 0, None

@@ -45,7 +45,10 @@ _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks o
 
 
 def _verb[**P, R](method: Callable[Concatenate[Residency, P], R]) -> Callable[Concatenate[Residency, P], R]:
-    """Have calls of threads wait for each other, outside of autograd and of an inference mode that is on."""
+    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
+
+    An inference engine may have left inference mode on.
+    """
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -269,7 +269,10 @@ class Session:
         return any(id(chunk) in own for chunk in chunks)
 
     def close(self) -> None:
-        """Make states resident for good, undo what hangs on the optimizers; RuntimeError where that fails."""
+        """Make the states resident for good and undo what the session hung on the optimizers.
+
+        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can.
+        """
         if self.closed and not self.is_lost:  # by an uninstall
             return
         if self.gradients is not None:
@@ -414,7 +417,9 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
-    """Return the session that drives a training step, or None without the flag, which if unset in mid-run closes it.
+    """Return the session that drives a training step, or None where the flag is not set.
+
+    A flag that was unset in mid-run makes the states resident and closes the session.
 
     Raises:
         ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.

@@ -51,7 +51,10 @@ UNWIRED = "_bridge_fgo_unwired_steps"
 
 
 def _refuse_unwired(optimizer: Any) -> None:
-    """Raise RuntimeError where an optimizer with the flag steps outside of wired steps, but for a first, a warm-up."""
+    """Raise RuntimeError where an optimizer with the flag steps a second time outside of any wired training step.
+
+    A first one may be somebody's warm-up, before training.
+    """
     if not flag_is_set(optimizer.config):
         return
     if any(getattr(optimizer, name, None) is not None for name in UPSTREAM_OFFLOADERS):

@@ -93,7 +93,10 @@ class CheckpointingEngine(Engine):
         return self._lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
-        """Return a page-locked host buffer to lend for each slab; none, and say so, where saves will get copies."""
+        """Return a host buffer for each slab that it can lend, page-locked; none where that cannot be.
+
+        From then on saves get copies, which takes longer; it is said.
+        """
         needed = sum(slab.nbytes for slab in slabs)
         try:
             if needed > (free := free_for_each_rank()):
@@ -132,7 +135,10 @@ class CheckpointingEngine(Engine):
             self.masters.overwritten(source)
 
     def _send_whole(self, source: Source, everything: bool) -> None:
-        """Make states that the first step would make, have the host get the rest; `everything` leaves the GPU."""
+        """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
+
+        With `everything` what else is on the GPU, and may leave, leaves too.
+        """
         for part in self._offloaded[source].parts:
             for slab in part.slabs:
                 is_new = not slab.exists()

@@ -76,12 +76,18 @@ class Engine(ABC):
 
     @contextmanager
     def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step, then saved if `is_saved_next`; passes of one `kind` need as much memory."""
+        """Context of a training step; `is_saved_next`: a checkpoint is to be saved when it is done.
+
+        Passes of one `kind` (the number of microbatches) need as much memory.
+        """
         yield
 
     @abstractmethod
     def begin_pass(self, is_like_others: bool = True) -> None:
-        """Start the copies to the host: a pass begins, from which nothing is learned if it is unlike others."""
+        """Start the copies to the host: a forward-backward pass begins.
+
+        Nothing is learned from one that does not need as much memory as others of its kind (`is_like_others`).
+        """
 
     @abstractmethod
     def release(self) -> None:
@@ -117,7 +123,10 @@ class Engine(ABC):
         """End the training step's moves: what reads the masters on the current stream may, from now on."""
 
     def end_step(self, updated: bool) -> None:  # noqa: B027
-        """End a step in which all ranks have `updated` or none; ValueError, with the least, for too low a budget."""
+        """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
+
+        ValueError, with the least budget that can be met, where the budget cannot.
+        """
 
     # Readers and writers, on the current stream; of one source, or of all.
 
@@ -213,7 +222,10 @@ class Engine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make states resident for good and let go of all else; RuntimeError, to call again, where some cannot be."""
+        """Make the states resident for good and let go of host memory, streams and hooks.
+
+        RuntimeError where states cannot be brought back. They stay as they are, and it may be called again.
+        """
 
 
 ATTACHED = "_bridge_fgo_attached"  # attribute of an optimizer of mcore's that holds its `Attachment`

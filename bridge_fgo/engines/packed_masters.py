@@ -135,7 +135,10 @@ class PackedMasters:
     # Whether they can be brought back.
 
     def _verify(self, sources: Sequence[Source]) -> None:
-        """Raise RuntimeError where weights are not as when masters left in part; note it of whole, watched ones."""
+        """Raise RuntimeError where weights are not what they were when masters that were copied in part left.
+
+        Of masters that left whole that is noted, where weights are watched.
+        """
         watched = [source for source in sources if source in self._then] if self.checks_weights else []
         encoded = self._encoded(sources)
         if not encoded and not watched:

@@ -93,7 +93,10 @@ class GradientBucket:
         return len(self.read) == len(self._classes)
 
     def _watch(self, watches: bool) -> None:
-        """Have reads of a gradient go through the property, for 0.3 us of the host; quantized weights' always do."""
+        """Have each read of a gradient go through the property, which takes the host 0.3 us, or not.
+
+        Those of quantized weights always do.
+        """
         for ref, plain, watched in self._classes:
             if (param := ref()) is not None:
                 set_class(param, watched if watches else plain)

@@ -214,7 +214,10 @@ def empty(storage: torch.UntypedStorage, why: str) -> None:
 
 
 def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
-    """Take memory of undefined content for an emptied storage, which stays so where there is none."""
+    """Take memory of undefined content for a storage that `empty` has emptied, on the current stream.
+
+    Where there is none, it stays empty and refuses its address as before.
+    """
     if not _CAN_REFUSE:
         storage.resize_(nbytes)
         return

@@ -180,7 +180,10 @@ class MemoryFile:
 
 
 class Loan:
-    """Lives while anything in this process, as mcore until its writer is done on all ranks, refers to lent memory."""
+    """Lives as long as anything in this process refers to memory that a buffer has lent.
+
+    mcore does so until its writer is done on all ranks (`AsyncCallsQueue.maybe_finalize_async_calls`).
+    """
 
     def __init__(self, file: MemoryFile) -> None:
         self.file = file

@@ -151,7 +151,10 @@ MOST_SEGMENTS = 65535  # segments of one launch at most: the grid's second dimen
 
 
 class RemainderKernels:
-    """The kernels, and tables on the GPU of where weights are; `slabs` come in the order of the rows of `sums`."""
+    """The kernels, and tables on the GPU of where weights are. All work goes to the current stream.
+
+    `slabs` come in the order of the rows of `sums` (`Remainders.sums`), zeros on the GPU.
+    """
 
     def __init__(self, module: Module, slabs: Sequence[Place], sums: torch.Tensor) -> None:
         words = (1, 1, 1, WORDS_OF_PLACE * MOST_TOGETHER)

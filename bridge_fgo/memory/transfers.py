@@ -97,7 +97,10 @@ class Transfers:
         return False
 
     def copy_out(self, slab: Movable, written: bool = True) -> None:
-        """Start the copy of a slab to its host buffer; `written`: since the last such copy `back_to_back`."""
+        """Start the copy of a slab to its host buffer, after what the current stream holds.
+
+        `written` says whether something that writes it was enqueued since the last copy of the same `back_to_back`.
+        """
         slab.host.tensor[: slab.moving.numel()].copy_(slab.moving)
 
     def release(self, slab: Movable) -> None:

@@ -125,7 +125,10 @@ class HoldPolicy:
         return self._lost <= MOST_LOST or self._lost % MOST_LOST == 0
 
     def add(self, profile: MemoryProfile) -> None:
-        """Keep what was measured of a pass, as the maximum with passes like it; drop the least recently used."""
+        """Keep what was measured of a pass, as the maximum of that and of what passes like it have needed.
+
+        Where there are too many profiles that cannot merge, the least recently used goes.
+        """
         for one in list(self._profiles):
             if one.can_merge(profile):
                 self._profiles.remove(one)

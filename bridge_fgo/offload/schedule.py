@@ -49,7 +49,10 @@ in, and so many that are copied out that the step does not wait for the copy of 
 
 
 class Schedule:
-    """The order of all moves on one rank; see `HoldPolicy`. Without a GPU to measure all is released throughout."""
+    """The order of all moves on one rank. Without measured peaks everything is released throughout.
+
+    Without a GPU `meter` measures nothing. `budget_bytes` and `room` are `HoldPolicy`'s.
+    """
 
     def __init__(
         self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None, room: DeviceRoom | None = None
@@ -96,7 +99,10 @@ class Schedule:
     # The pass.
 
     def begin_pass(self, is_like_others: bool = True) -> None:
-        """Begin a pass, without a plan if it is unlike others; every slab that is to leave is on its way."""
+        """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
+
+        One that is not like others of its signature is not measured, and goes by no plan.
+        """
         self._is_like_others = is_like_others
         self.transfers.begin_pass()
         self.recorder.begin_pass()
@@ -306,7 +312,10 @@ class Schedule:
     # What follows from a step.
 
     def end_step(self, updated: bool) -> None:
-        """Make the plan, or raise as `HoldPolicy.plan`, if the step, if any `updated`, was the measured one."""
+        """Make the plan, or raise as `HoldPolicy.plan`, if the training step that is over was the measured one.
+
+        `updated` says whether the optimizer stepped. On a rank that has no parts it may say that it has not.
+        """
         updated = updated or not self.parts
         learns = self.recorder.in_step and updated
         if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others

@@ -80,7 +80,10 @@ class SlabQueue:
             self.leaving.popitem()[0].release()
 
     def send_back(self, limit: int, staying: Sequence[Slab]) -> None:
-        """Start the copies out of slabs that came back, the last first, until all that stays is `limit` bytes."""
+        """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most.
+
+        That counts what was copied back, and `staying`, what stays for good.
+        """
         here = [slab for slab in self.slabs if slab.state in (SlabState.RESIDENT, SlabState.RELOADING)]
         held = sum(slab.gpu_bytes for slab in (*here, *staying))
         going: list[Slab] = []

@@ -33,8 +33,8 @@ _DYNAMO = "torch._dynamo.eval_frame"
 class KnownStep:
     """What the step of a class of optimizers runs, and which of it is not known.
 
-    A method that is overridden or replaced may count its calls or look at all parameters; one that no step calls may
-    not.
+    A method that a subclass overrides, or that somebody has replaced, may count its calls or look at all parameters.
+    One that no step calls (it loads, say) does not matter.
     """
 
     def __init__(self, cls: type) -> None:
@@ -149,7 +149,10 @@ class InnerStep:
 
     @contextmanager
     def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
-        """Context in which `adam.step()` calls `step`, which calls `update` for each of `owners`, by `id`, and None."""
+        """Context in which `adam.step()` calls `step`, which calls `update` once for each owner.
+
+        `owners` says whose a parameter is, by its `id`; parameters that are not in it are None's.
+        """
         original = self._adam.step
 
         def in_parts(*args: Any, **kwargs: Any) -> None:

@@ -46,7 +46,10 @@ class MasterCopy:
         return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
     def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
-        """Return where fp32 masters are rounded to plain weights of `dtypes`, by `id`, if it is divided at all."""
+        """Return where each fp32 master is rounded to a weight of one of the `dtypes`, by the `id` of the master.
+
+        Not for quantized weights (a class of their own), and not where the copy does not divide.
+        """
         if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
             return {}
         found = {}

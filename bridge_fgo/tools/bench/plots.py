@@ -89,7 +89,7 @@ def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
 
 
 def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
-    """Write the figure that `make` makes of pyplot, in the format of the file's name; ValueError without it."""
+    """Write the figure that `make` returns, given pyplot, to a file in its format; ValueError without matplotlib."""
     try:
         pyplot = agg_pyplot()
     except ImportError:

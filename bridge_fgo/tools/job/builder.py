@@ -113,7 +113,10 @@ def world(gpus: int, rank: int) -> Iterator[None]:
 
 
 def prepare(config: Any, gpus: int) -> str | None:
-    """Finish the config as `pretrain()` does; return why Bridge refuses it, or None. Of ours `offload_of` tells."""
+    """Finish the config as `pretrain()` does; return why Bridge refuses it, or None.
+
+    The last part of Bridge's validation is this package's check, whose refusals `offload_of` lists.
+    """
     from megatron.bridge.training.config import runtime_config_update
 
     from bridge_fgo.bridge.settings import caller

@@ -92,7 +92,10 @@ def states_of_leaves(optimizer: Any) -> Iterator[OptimizerStates]:
 
 @contextlib.contextmanager
 def as_shards(groups: Any, dense: int, expert: int) -> Iterator[None]:
-    """Context in which this process has these ranks in the groups that share states, and others gather the same."""
+    """Context in which this process has these ranks in the groups that share states of dense and expert parameters.
+
+    What ranks gather of each other is alike: they have the same parameters.
+    """
     spread = {groups.dp_cp: dense, groups.intra_dp_cp: dense, groups.expt_dp: expert, groups.intra_expt_dp: expert}
     own_rank = torch.distributed.ProcessGroup.rank
 
@@ -214,7 +217,10 @@ def temporary_bytes(buckets: list[Bucket], module: Any, ddp: Any) -> tuple[int, 
 
 
 def _in_layers(sizes: list[tuple[int | None, int]]) -> tuple[int, int]:
-    """Return the bytes of all buckets, and the least of a pool that holds any layer; a bucket in none is one itself."""
+    """Return the bytes of all buckets, and no less than those of any layer: of pools, which hold the largest of each.
+
+    What lies in no layer counts as a layer of its own.
+    """
     layers: dict[int | tuple[int], list[int]] = {}
     for place, (unit, nbytes) in enumerate(sizes):
         layers.setdefault((place,) if unit is None else unit, []).append(nbytes)

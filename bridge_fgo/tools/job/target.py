@@ -55,7 +55,10 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 
 @cache
 def _bound() -> dict[str, dict[str, str]]:
-    """Return each module's names with their texts, by reading its source in half a second, not importing in 30."""
+    """Return of each module of `PACKAGES` its names and their texts, an alias's being the name it stands for.
+
+    By reading Bridge's sources, which takes half a second. To import them takes half a minute.
+    """
     found: dict[str, dict[str, str]] = {}
     spec = find_spec("megatron")
     for top in () if spec is None else map(Path, spec.submodule_search_locations or ()):
@@ -75,7 +78,10 @@ def config_functions() -> dict[str, str]:
 
 
 def _model_read_by(name: str) -> str | None:
-    """Return the one model that a function of Bridge's, and what it calls, names to read its config; None for none."""
+    """Return the model whose Hugging Face config a function of Bridge's reads; None for none, or if only a call tells.
+
+    It is the only one that is named in the function and in what that calls.
+    """
     seen: dict[tuple[str, str], str] = {}
     names = [(name, config_functions().get(name))]
     while names:

@@ -72,7 +72,10 @@ class Holder:
         torch.zeros(1, device=self._device)
 
     def hold(self, nbytes: int) -> int:
-        """Give back what is held, take and fill so many bytes; RuntimeError where others wrote, or there are not."""
+        """Give back what is held, then take and fill so many bytes; return how many are held.
+
+        RuntimeError where somebody else has written into what was held; or there are not so many.
+        """
         if any(not bool((tensor == self._number).all()) for tensor in self._held):
             raise RuntimeError("what it held was written by somebody else")
         self._held.clear()

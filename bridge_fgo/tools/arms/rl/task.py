@@ -64,7 +64,10 @@ class Rollouts:
 
 
 def advantages(rewards: torch.Tensor, group: int) -> torch.Tensor:
-    """Return how much better each answer is than the others of its `group`, in their deviation, fp32 (sequences,)."""
+    """Return how much better each answer is than the others to its prompt, in their standard deviation.
+
+    `rewards` are fp32 (sequences,), those of `group` answers to one prompt after another.
+    """
     grouped = rewards.view(-1, group)
     spread = grouped.std(dim=1, keepdim=True)
     return ((grouped - grouped.mean(dim=1, keepdim=True)) / (spread + 1e-4)).view(-1)
