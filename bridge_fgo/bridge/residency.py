@@ -122,8 +122,9 @@ class Residency:
         self._caches = Caches(self._chunks, self._device)
         self._checks = Checks(lambda: self.away, self._states)
         self._checks.on_model(self._chunks, self._ddps, self._backwards)
-        if optimizer is not None:
+        if self._states is not None:
             self._checks.on_optimizer(optimizer, self._backwards)
+            self._states.engine.traffic.touches.before_writes.append(self._weights.masters_may_change)
         for ddp in self._ddps:
             self._checks.before(ddp, "finish_grad_sync", self._gradients_ready)
 
@@ -275,11 +276,11 @@ class Residency:
                     states.end_offload()
                 tally.moved.freed += states.released_bytes - before
         except BaseException:
-            self._weights.forget_masters()
             if states is not None:
                 states.give_up_offload()
             # Race: weights that stay after all may be written while their copies still read them.
             wait_for_gpu(self._device)
+            self._weights.masters_may_change()
             raise
         if keeps:
             tally.copy("grads", self._gradients.copy_out())
@@ -335,24 +336,18 @@ class Residency:
             tally.moved.woke = ("params",)
         groups = [*groups, *others]
         states = self._states if "optimizer" in kinds else None
-        if needs_weights:
-            self._weights.reload(groups, tally)
 
         def reload_others() -> None:
             if states is not None:  # first: the driver gives memory for the others while these are copied
                 before = states.released_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.reload())
-                self._weights.forget_masters()
                 tally.moved.freed += states.released_bytes - before
             if "grads" in kinds:
                 with tally.part("grads"):
                     taken, copied = self._gradients.reload()
                 tally.moved.freed -= taken
                 tally.copy("grads", copied)
-
-        if wakes_params and not needs_weights:
-            self._weights.reload(groups, tally, reload_others)
 
         def finish() -> Moved:
             if needs_weights or not wakes_params:
@@ -363,9 +358,19 @@ class Residency:
                 if states is not None:
                     states.finish_reload()
                 wait_for_gpu(self._device)  # whatever stream reads next
+            self._weights.masters_came(tally)
             return tally.end()
 
-        return on_every_rank(finish)
+        self._weights.masters_come = True
+        try:
+            if needs_weights:
+                self._weights.reload(groups, tally)
+            elif wakes_params:
+                self._weights.reload(groups, tally, reload_others)
+            return on_every_rank(finish)
+        except BaseException:
+            self._weights.masters_came(tally)
+            raise
 
     @contextmanager
     def only(

@@ -121,6 +121,7 @@ class CheckpointingEngine(Engine):
         if source in self._snapshots:  # mcore's methods call each other
             yield
         else:
+            self.traffic.touches.may_write()
             self.masters.give_up(source)
             with self.masters.trusted(source), self.masters.copied_whole():
                 with self._transfers.computing():  # whose memory slabs are

@@ -174,12 +174,19 @@ class Touches:
         self.nbytes = 0  # that came back, in the whole run
         # each returns why nothing may come back now, and what to call; empty where it may
         self.refusals: list[Callable[[], str]] = []
+        # called before states that are away come back, whoever asks, or are loaded on the host
+        self.before_writes: list[Callable[[], object]] = []
         self._new: dict[str, int] = {}
         self._said: set[str] = set()
 
     def refusal(self) -> str:
         """Return why nothing may come back now; empty where it may."""
         return next((why for refusal in self.refusals if (why := refusal())), "")
+
+    def may_write(self) -> None:
+        """Tell that somebody may write the states from now on."""
+        for call in self.before_writes:
+            call()
 
     def count(self, nbytes: int) -> None:
         """Count what a touch on this thread has brought back."""

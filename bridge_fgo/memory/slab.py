@@ -296,6 +296,7 @@ class Slab(SlabStateMachine):
         self.is_encoded = False
 
     def _start_reload(self) -> None:
+        self.touches.may_write()
         with self.traffic:
             self.transfers.copy_in(self)
         self.traffic.back += self.moving.numel()

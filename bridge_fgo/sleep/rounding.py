@@ -54,6 +54,10 @@ class Rounding:
         """Return whether every master is on the GPU and readable."""
         return all(master.untyped_storage().nbytes() for _, master, _ in self.pairs)
 
+    def any_master_is_here(self) -> bool:
+        """Return whether a master is on the GPU, where it may be written."""
+        return any(master.untyped_storage().nbytes() for _, master, _ in self.pairs)
+
     def agrees(self) -> torch.Tensor:
         """Return whether every master rounds to its weight, bit for bit: a bool on their device.
 

@@ -263,7 +263,9 @@ class OptimizerStates:
         if self.reads_weights:
             return []
         found = [source for source in self.sources if isinstance(source, MegatronSource)]
-        return [(source, *pair) for source in found for pair in source.rounded_masters()]
+        moving = {id(state.read()) for slab in self.engine.slabs for state in slab.states}
+        pairs = [(source, *pair) for source in found for pair in source.rounded_masters()]
+        return [pair for pair in pairs if id(pair[1]) in moving]  # others may be written while these are away
 
     def on_host(self) -> dict[int, torch.Tensor]:
         """Return what the host has of the states that are away, each like its tensor, by the `id` of that."""

@@ -164,6 +164,7 @@ class Weights(Storages):
         """The groups that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
         self.groups += others
         self._beside = SideStream(device)
+        self.masters_come = False  # whether masters are coming back, and nobody can write them yet
         self._wakes_alone = False
         """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
 
@@ -220,10 +221,32 @@ class Weights(Storages):
                     "True)), since this Residency was made, and would stay on the GPU: close() it and make another"
                 )
 
-    def forget_masters(self) -> None:
-        """Trust no masters of weights that are here: from now on either may be written."""
-        for group in self.here:
-            group.forget_masters()
+    def masters_may_change(self) -> None:
+        """Trust no masters from now on: somebody is about to get them, who may write them, as a load does."""
+        if not self.masters_come:
+            for group in self.groups:
+                self._forget_masters(group)
+
+    def masters_came(self, tally: Tally) -> None:
+        """End `masters_come`: masters that are here may change."""
+        self.masters_come = False
+        for group in self.groups:
+            is_at_risk = group.rounding is not None and group.rounding.any_master_is_here()
+            if is_at_risk and (copied := self._forget_masters(group)):
+                tally.copy("params", copied)
+
+    def _forget_masters(self, group: WeightGroup) -> int:
+        """Trust a group's masters no more; return the bytes that crossed the link.
+
+        What they round to weights that are away is kept on the host first: awake, a load of masters writes no weight.
+        """
+        copied = 0
+        if group.is_rounded and group.is_away and not group.is_on_host:
+            assert group.rounding is not None
+            copied = group.slabs[0].copied_nbytes if group.rounding.masters_are_here() else 0
+            self._round_on_host(group)
+        group.forget_masters()
+        return copied
 
     # Offload.
 
@@ -241,26 +264,27 @@ class Weights(Storages):
             self._copy_out(groups, tally)
 
     def _compare_with_masters(self, groups: Sequence[WeightGroup], with_masters: bool) -> None:
-        """Compare masters with their weights, where both are here and one is offloaded; the host waits once.
+        """Compare masters that are here with their weights, where they are offloaded; the host waits once.
 
-        Where weights stay as their masters are offloaded, note the weights' sums: they may change until they follow.
+        Where weights stay, note their sums: they may change until they follow. Masters that stay as their weights are
+        offloaded tell nothing: they may be written.
         """
         compared = {
             group: group.rounding
             for group in self.here
-            if group.rounding is not None and (group in groups or with_masters) and group.rounding.masters_are_here()
+            if group.rounding is not None and group.rounding.masters_are_here()
         }
+        if not with_masters:
+            for group in groups:
+                if group in compared:
+                    group.forget_masters()
+            return
         if not compared:
             return
         agree = torch.stack([rounding.agrees() for rounding in compared.values()]).tolist()
         for group, agrees in zip(compared, agree, strict=True):
             group.rounded_digests, group.is_rounded = None, agrees
         staying = [group for group in compared if group.is_rounded and group not in groups]
-        if self._states is not None and self._states.is_always_served:
-            # A checkpoint may load other masters on the host meanwhile, and the weights' sums would not tell.
-            for group in staying:
-                group.forget_masters()
-            return
         for group, digests in zip(staying, digests_of(staying), strict=True):
             group.rounded_digests = digests
 
@@ -411,6 +435,8 @@ class Weights(Storages):
         """Release the host memory, and forget the optimizer's states."""
         for group in self.groups:
             group.close()
+        if self._states is not None:
+            self._states.engine.traffic.touches.before_writes.remove(self.masters_may_change)
         self._states = None
 
 

@@ -1,6 +1,7 @@
 """Parameters, gradients and optimizer state are offloaded and reloaded apart, bitwise as if nothing had moved."""
 
 import contextlib
+import copy
 import itertools
 import time
 import warnings
@@ -198,14 +199,49 @@ def test_a_sleep_in_parts_brings_back_nothing_and_the_driver_gets_memory_last(sl
 # Copies, and their order.
 
 
-def test_weights_are_copied_where_a_checkpoint_may_load_other_masters_meanwhile(sleeper):
-    me = sleeper(1)
-    for is_served in (False, True):
-        if is_served:
-            me.res.serve_states()
-        me.res.offload("optimizer")
-        assert (me.res.offload("params").copied > 0) == is_served
+WEIGHTS_AWAY = {
+    "awake": lambda res: None,
+    "both away": lambda res: res.offload(),
+    "masters before weights": lambda res: (res.offload("optimizer"), res.offload("params")),
+    "weights before masters": lambda res: (res.offload("params"), res.offload("optimizer")),
+    "masters here": lambda res: res.offload("params"),
+    "masters back": lambda res: (res.offload(), res.reload("optimizer")),
+    "masters back by an error": lambda res: (res.offload(), wake_no_weights(res)),
+    "by a later sleep that copies nothing": lambda res: (res.offload(), res.reload(), res.offload()),
+}
+"""Where weights and masters are as masters are written."""
+
+
+def wake_no_weights(res):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        fail(patch, StorageSlab, "fill", call=1, error=torch.OutOfMemoryError)
+        res.reload("params", "optimizer")
+    assert res.away == {"params", "grads"}
+
+
+@pytest.mark.parametrize("by", ["a load", "a write"])
+@pytest.mark.parametrize("is_flag", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["served", "flag"])
+@pytest.mark.parametrize("way", WEIGHTS_AWAY)
+def test_masters_that_are_replaced_while_weights_are_away_change_no_weight_before_a_step(sleeper, way, is_flag, by):
+    """As awake: a step writes weights from masters, a load of the optimizer's states does not."""
+    with bridge_fgo.install(WHOLE):
+        me = sleeper(1, offload=is_flag)
+        me.res.serve_states()
+        saved = copy.deepcopy(me.leaf.get_parameter_state_dp_reshardable())
+        for entry in (entry for buckets in saved[0].values() for bucket in buckets for entry in bucket):
+            entry["padding"] = False  # as a checkpoint has it
+        me.train()
+        before = [param.detach().clone() for param in me.ddp.parameters()]
+        WEIGHTS_AWAY[way](me.res)
+        if by == "a load":
+            me.leaf.load_parameter_state_from_dp_reshardable(saved)
+        for master in (m for group in me.leaf.shard_fp32_from_float16_groups for m in group if by == "a write"):
+            master.mul_(2)
         me.res.reload()
+        assert all(torch.equal(one, other) for one, other in zip(me.ddp.parameters(), before, strict=True))
+        me.train()
+        me.res.reload()
+        assert not any(torch.equal(one, other) for one, other in zip(me.ddp.parameters(), before, strict=True))
 
 
 def test_gradients_cross_no_link_unchanged_memory_crosses_once_and_objects_stay_the_same(sleeper):
