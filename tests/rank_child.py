@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from cpu_model import microbatches  # noqa: E402
 from cpu_training import CpuOptions, CpuTraining  # noqa: E402
 
 import bridge_fgo  # noqa: E402
+from bridge_fgo.bridge import framework_names  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
 from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
@@ -314,3 +317,28 @@ def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
                 with res.asleep():
                     assert run.live_state_bytes() == 0
         return gathered(run, seen)
+
+
+def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:
+    """Run as a rank of a training that is saved asleep by verl's engine; return the sums of weights, and what is away.
+
+    modules: the folder of the stand-ins.
+    """
+    sys.path.insert(0, modules)
+    with bridge_fgo.install(frameworks="verl"), Rank(CpuOptions(**job.changes), rank, job) as run:
+        engine = importlib.import_module(framework_names.VERL[1]).MegatronEngine()
+        engine.module, engine.optimizer = run.model, run.optimizer
+        run.step()
+        awake = [float(param.detach().double().sum()) for chunk in run.model for param in chunk.parameters()]
+        engine.to("cpu")
+        engine.save_checkpoint("a folder")
+        res = bridge_fgo.Residency.of(run.model)
+        assert res is not None
+        seen = {
+            "awake": awake,
+            "saved": [float(saved.double().sum()) for saved in engine.saved],
+            "away": sorted(res.away),
+        }
+        engine.to("cuda")
+        run.step()
+        return seen

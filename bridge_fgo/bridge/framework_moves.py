@@ -50,6 +50,8 @@ class Move(NamedTuple):
     """Which parameters are reloaded; None for all."""
     result: Any = None
     """The call returns this."""
+    offloads_after: Sequence[Kind] = ()
+    """What is offloaded once the framework's own function is over, which asks for it by ranks' own conditions."""
 
 
 Plan = Callable[..., Move | None]
@@ -82,10 +84,13 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
             return move.result
         _moved.add(res)
         try:
-            return wrapped(*args, **kwargs)
+            result = wrapped(*args, **kwargs)
         finally:
             if is_outermost:
                 _moved.discard(res)
+        if is_outermost and error is None and move.offloads_after:
+            res.offload(move.offloads_after, grads="keep" if res.has_gradients else "drop")
+        return result
 
     return wrapper
 
@@ -177,11 +182,20 @@ def _verl_to(engine: Any, device: str, model: bool, optimizer: bool, grad: bool)
     return Move(device == "cpu", kinds, engine.module, engine.optimizer)
 
 
+def _verl_save(engine: Any, *_: Any) -> Move:
+    # verl's own loads where the rank's first buffer is empty. A stage in which nothing trains has none, and the other
+    # ranks would wait for it.
+    kinds = _kinds(params=True, grads=True)
+    after = kinds if engine._is_offload_param else ()
+    return Move(False, kinds, engine.module, engine.optimizer, offloads_after=after)
+
+
 verl_offload_model = moving(_verl_offload_model)
 verl_load_model = moving(_verl_load_model)
 verl_offload_optimizer = moving(_verl_move_optimizer(offloads=True))
 verl_load_optimizer = moving(_verl_move_optimizer(offloads=False))
 verl_to = moving(_verl_to, then=True)
+verl_save = moving(_verl_save, then=True)
 
 
 def verl_with_parameters(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:

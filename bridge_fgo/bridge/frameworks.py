@@ -164,6 +164,9 @@ _OF_VERL_FUNCTIONS = (
 _OF_VERL_ENGINE = (
     Target("MegatronEngine.to", ("device", "model", "optimizer", "grad"), moves.verl_to,
         "knows the model and its optimizer, and what is asked of both: all of it moves in one call"),
+    Target("MegatronEngine.save_checkpoint",
+        ("local_path", "hdfs_path", "global_step", "max_ckpt_to_keep", "kwargs"), moves.verl_save,
+        "loads parameters where a rank's own memory says so, and a load is a collective"),
 )  # fmt: skip
 
 _OF_SKYRL = (

@@ -3,6 +3,8 @@
 The frameworks are modules with their functions' names and parameters, which note that they were called.
 """
 
+import datetime
+import functools
 import importlib
 import re
 import subprocess
@@ -10,7 +12,9 @@ import sys
 from types import SimpleNamespace
 
 import both
+import children
 import pytest
+import rank_child
 import torch
 from sleeping import buffers, gone
 
@@ -49,11 +53,21 @@ def restore_megatron_model_from_cpu(models, cpu_state):
     CALLS.append("restore")
     for p, kept in zip((p for model in models for p in model.parameters()), cpu_state):
         p.data.copy_(kept)
+def get_megatron_module_device(models):
+    buffers = models[0].buffers  # a stage in which nothing trains has none
+    return "cpu" if buffers and not buffers[0].param_data.untyped_storage().nbytes() else "cuda"
 """,
     ENGINE: f"""
 from {UTILS} import *
 from {UTILS} import CALLS
 class MegatronEngine:
+    _is_offload_param = False
+    def save_checkpoint(self, local_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None, **kwargs):
+        if self._is_offload_param or get_megatron_module_device(self.module) == "cpu":
+            load_megatron_model_to_gpu(self.module, load_grad=True)
+        self.saved = [p.detach().clone() for model in self.module for p in model.parameters()]
+        if self._is_offload_param:
+            offload_megatron_model_to_cpu(self.module)
     def to(self, device, model=True, optimizer=True, grad=True):
         CALLS.append("to")
         if model:
@@ -394,6 +408,46 @@ def test_a_copy_of_a_sleeping_model_is_its_parameters_and_may_be_restored_asleep
     assert res.away == {"params", "grads"}
     utils.load_megatron_model_to_gpu(me.training.model)
     assert all(torch.equal(p, was + 1) for p, was in zip(me.ddp.parameters(), awake, strict=True))
+
+
+def test_a_copy_of_a_partly_loaded_model_is_all_its_parameters_and_the_same_ones_are_here_afterwards(asleep):
+    me, utils, _ = asleep(frozen=True)
+    awake = [p.detach().clone() for p in me.ddp.parameters()]
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
+    before = [p.untyped_storage().nbytes() for p in me.ddp.parameters()]
+    kept = utils.copy_megatron_model_to_cpu(me.training.model)
+    assert all(torch.equal(p, was) for p, was in zip(kept, awake, strict=True))
+    assert [p.untyped_storage().nbytes() for p in me.ddp.parameters()] == before
+    assert 0 < before.count(0) < len(before)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_save_of_a_sleeping_model_leaves_its_parameters_where_verl_expects_them(modules, sleeper, offloads):
+    bridge_fgo.install(frameworks="verl")
+    me = sleeper()
+    awake = [p.detach().clone() for p in me.ddp.parameters()]
+    module, sleep, wake = verl(me.training)
+    engine = module.MegatronEngine()
+    engine.module, engine.optimizer, engine._is_offload_param = me.training.model, me.training.optimizer, offloads
+    sleep()
+    engine.save_checkpoint("a folder")
+    assert all(torch.equal(p, was) for p, was in zip(engine.saved, awake, strict=True))
+    away = {"optimizer", "params", "grads"} if offloads else {"optimizer"}
+    assert bridge_fgo.Residency.of(me.training.model).away == away
+    wake()
+    me.train()
+    me.assert_as_resident()
+
+
+@pytest.mark.slow
+def test_two_ranks_save_asleep_where_nothing_trains_on_one_of_them(modules, tmp_path):
+    """verl's own asks the rank's first buffer whether to load; this rank has none, and the other would wait for it."""
+    job = rank_child.Job(
+        tmp_path / "ranks", 2, True, None, timeout=datetime.timedelta(seconds=60), changes={"pp": 2, "frozen_stage": 0}
+    )
+    for seen in children.run_ranks(functools.partial(rank_child.save_by_verl, modules=str(tmp_path)), job):
+        assert seen["saved"] == seen["awake"] and "params" not in seen["away"]
 
 
 def test_states_that_are_away_are_saved_from_the_host(asleep):
