@@ -164,7 +164,6 @@ class Figures:
         self._peaks.begin_step()
 
     def _counted(self) -> list[dict[str, float]]:
-        """Return what was counted so far, of states and of gradients."""
         traffics = (self._engine.traffic, self._traffic_of_gradients)
         return [{name: getattr(traffic, name) for name in COUNTERS} for traffic in traffics]
 

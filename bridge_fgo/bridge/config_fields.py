@@ -21,7 +21,6 @@ from bridge_fgo.bridge.settings import SETTINGS, nothing_set
 
 
 def _own_fields() -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields as `dataclasses` itself makes them."""
     flag: Any = (FLAG, bool, dataclasses.field(default=False, kw_only=True))
     settings: Any = (SETTINGS, dict[str, Any], dataclasses.field(default_factory=nothing_set, kw_only=True))
     return {field.name: field for field in dataclasses.fields(dataclasses.make_dataclass("_Holder", [flag, settings]))}

@@ -227,7 +227,6 @@ class Session:
         self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
 
     def _point(self, mark: Mark) -> bool:
-        """Pass a point of the model."""
         if self.closed:  # within the step, for whose length the hooks hang
             return False
         moves = self.engine.point(mark)

@@ -218,7 +218,6 @@ class Gradients:
             self._prefetch(order[place:])
 
     def _prefetch(self, buckets: list[GradientBucket]) -> None:
-        """Prefetch the first `AHEAD` of some buckets."""
         for bucket in buckets[:AHEAD]:
             if bucket.state is BucketState.OFFLOADED:
                 try:

@@ -97,7 +97,6 @@ class _Room:
         self._changes = threading.Condition()
 
     def lock(self, buffer: HostBuffer) -> None:
-        """Lock a buffer; raise as `page_lock`."""
         nbytes = buffer.tensor.numel()
         with self._changes:
             # Of what other threads are touching the host may have counted a part: it is asked again when they are done.

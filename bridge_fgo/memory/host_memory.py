@@ -245,7 +245,6 @@ def _field(text: str, name: str) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file, empty where there is none."""
     try:
         return path.read_text()
     except OSError:

@@ -283,7 +283,6 @@ class CudaTransfers(Transfers):
                 self._order(stream, self._handle)
 
     def _order(self, first: int, then: int) -> None:
-        """Have a stream wait for what another holds now."""
         self._here[0].record(first)
         self._here[0].block(then)
 

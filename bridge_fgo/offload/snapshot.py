@@ -74,7 +74,6 @@ class Snapshot:
             return {name: self._safe(value, places) for name, value in read().items()}
 
     def _places(self, part: Part, param: torch.Tensor) -> dict[int, Place]:
-        """Return the places of a parameter's states that exist, by the `id` of the tensor."""
         return {
             id(tensor): (state, slab, offset)
             for slab in part.slabs

@@ -71,7 +71,6 @@ class GroupCopy(MasterCopy):
     @contextmanager
     @override
     def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> Iterator[None]:
-        """Context in which Megatron-FSDP has the parameter groups of these pairs only."""
         wanted = {id(group) for _, group in pairs}
         with ExitStack() as stack:
             for buffer in (getattr(chunk, BUFFER) for chunk in self._optimizer.model_chunks):

@@ -86,7 +86,6 @@ def _gpu_events(events: Sequence[dict[str, Any]], zero: float) -> Iterator[tuple
 
 
 def _memory(trace: Sequence[Any], allocated: int) -> list[tuple[float, int]]:
-    """Return allocated bytes over time from the allocator's history."""
     points: list[tuple[float, int]] = []
     start = trace[0]["time_us"] if trace else 0
     for entry in trace:

@@ -156,7 +156,6 @@ def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = Non
 
 
 def _process_of(settings: Settings, arm: BenchArm, options: list[str]) -> dict[str, Any]:
-    """Return the arguments of `ArmProcess` for one arm, but for its name."""
     environment = dict(arm.environment)
     if arm.python_path:
         paths = [arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")]

@@ -58,7 +58,6 @@ def draw_step(paths: Mapping[str, Path], folder: Path) -> None:
 
 
 def _memory_timeline(traces: Mapping[str, Trace], pyplot: Any) -> Any:
-    """Return a figure of the allocated bytes of one step of each arm."""
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     for name, trace in traces.items():
         times = [time for time, _ in trace.memory]
@@ -70,7 +69,6 @@ def _memory_timeline(traces: Mapping[str, Trace], pyplot: Any) -> Any:
 
 
 def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
-    """Return a figure of kernels, copies to the host and copies to the GPU of one step of each arm."""
     figure, all_axes = pyplot.subplots(
         len(traces), 1, figsize=(9, 1.6 * len(traces) + 0.6), layout="constrained", sharex=True, squeeze=False
     )

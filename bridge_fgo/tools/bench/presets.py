@@ -164,7 +164,6 @@ def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
 
 
 def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str, tuple[str, ...]]:
-    """Return the options of each kind of arm."""
     muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
     resident = (*muon, "--offload", "off", *RESIDENT.get(preset, ()))
     native = (*muon, "--offload", "on", "--engine", "native")

@@ -67,7 +67,6 @@ def _saved(target: str) -> Any:
 
 
 def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
-    """Return the config of a recipe, and how many GPUs it is for."""
     if name not in RECIPES and ":" not in name and name not in config_functions():
         raise ValueError(no_recipe(name))
     kept = hf_config.kept_configs(planning=True)

@@ -63,7 +63,6 @@ def _multiplying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _placing(func: Callable[..., Any], place: torch.device) -> Callable[..., Any]:
-    """Return the function with `place` in the place of a CUDA device."""
 
     @wraps(func)
     def make(*args: Any, **kwargs: Any) -> Any:

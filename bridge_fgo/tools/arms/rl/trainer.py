@@ -182,7 +182,6 @@ class Trainer:
         return RerunDataIterator(iter([{key: value[i : i + size] for key, value in batch.items()} for i in starts]))
 
     def _forward_step(self, data_iterator: Any, model: Any, loss: Any = None) -> Any:
-        """Bridge's forward step: the model's output and the loss function."""
         batch = next(data_iterator)
         positions = self._positions.expand(len(batch["tokens"]), -1)
         output = model(batch["tokens"], positions, self._mask, labels=batch["labels"])
