@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import batched
@@ -10,6 +9,7 @@ from typing import Any, override
 
 import torch
 
+from bridge_fgo.config import readable
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
@@ -19,6 +19,7 @@ from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.offload.snapshot import Loading, Snapshot, States, Write
 from bridge_fgo.states.source import Source
 
@@ -27,6 +28,7 @@ class CheckpointingEngine(Engine):
     """The part of the native engine that reads and writes states outside of a training step, part by part."""
 
     masters: PackedMasters
+    schedule: Schedule
     _transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
     _pins: bool  # whether host memory is page-locked
@@ -36,14 +38,26 @@ class CheckpointingEngine(Engine):
         self._half_loaded: set[Source] = set()  # a load that has not ended may have overwritten some of their states
         self._has_worker = False  # whether a worker process writes what a save gets
         self._lends = False  # whether a save gets host buffers lent in place of copies
+        self._said_whole: set[str] = set()
 
-    @abstractmethod
     def warn(self, text: str) -> None:
         """Print a line that concerns this rank."""
+        self.schedule.holding.warn(text)
 
-    @abstractmethod
     def steps_whole(self, source: Source) -> bool:
         """Return whether a source's step cannot be divided; say once what keeps it whole."""
+        why = source.kept_whole_by()
+        if not why or why in self._said_whole:
+            return bool(why)
+        alike = [offloaded for each, offloaded in self._offloaded.items() if each.kept_whole_by() == why]
+        if held := sum(slab.nbytes for offloaded in alike for slab in offloaded.slabs):
+            self._said_whole.add(why)
+            self.warn(
+                f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
+                f"{readable(held)} that are offloaded are on the GPU in the optimizer step; take it away to save "
+                "that memory there too"
+            )
+        return True
 
     @override
     def is_checkpointing(self, source: Source) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.config import OffloadConfig, readable
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
@@ -79,7 +79,7 @@ class NativeEngine(CheckpointingEngine):
         self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
-        self._said_whole: set[str] = set()
+
         self._is_saved_next = False
         self._stepped: set[Source] | None = None  # that have ended their step in this training step; None before one
 
@@ -149,25 +149,6 @@ class NativeEngine(CheckpointingEngine):
                 f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
                 "updated and before others were; build the optimizer anew and resume from the last checkpoint"
             )
-
-    @override
-    def warn(self, text: str) -> None:
-        self.schedule.holding.warn(text)
-
-    @override
-    def steps_whole(self, source: Source) -> bool:
-        why = source.kept_whole_by()
-        if not why or why in self._said_whole:
-            return bool(why)
-        alike = [offloaded for each, offloaded in self._offloaded.items() if each.kept_whole_by() == why]
-        if held := sum(slab.nbytes for offloaded in alike for slab in offloaded.slabs):
-            self._said_whole.add(why)
-            self.warn(
-                f"the optimizer step is not divided, because of {why}: it may need every state, so that all "
-                f"{readable(held)} that are offloaded are on the GPU in the optimizer step; take it away to save "
-                "that memory there too"
-            )
-        return True
 
     def _count_whole_steps(self) -> None:
         """Have plans count all states of the sources whose step is not divided; where these changed, measure anew."""
