@@ -79,10 +79,8 @@ class Training:
         settings: of the `OffloadConfig`.
     """
 
-    calls = 1
-    """How often a pass begins, is released and is reloaded: the verbs are idempotent."""
-    made: ClassVar = deque(maxlen=0)
-    """Where each training is noted."""
+    calls = 1  # how often a pass begins, is released and is reloaded: the verbs are idempotent
+    made: ClassVar = deque(maxlen=0)  # where each training is noted
 
     def __init__(
         self,

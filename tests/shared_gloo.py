@@ -8,8 +8,7 @@ from functools import cache
 
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-device = cache(ProcessGroupGloo.create_default_device)
-"""Returns the network thread, made for the first group."""
+device = cache(ProcessGroupGloo.create_default_device)  # returns the network thread, made for the first group
 
 
 def have_torch_take_it(set_attribute) -> None:

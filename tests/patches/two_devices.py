@@ -10,10 +10,8 @@ class TwoDevices:
     """Has `Tensor.cpu` copy to "the host" and `Tensor.cuda` copy from it. patch: a MonkeyPatch."""
 
     def __init__(self, patch):
-        self._copies = []
-        """Keeps the host's memory, whose addresses are never used again."""
-        self.at_host = set()
-        """Addresses of storages on the host."""
+        self._copies = []  # keeps the host's memory, whose addresses are never used again
+        self.at_host = set()  # addresses of storages on the host
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: not self._is_at_host(tensor)))
         patch.setattr(torch.Tensor, "cpu", lambda tensor: self._to_host(tensor))
         patch.setattr(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: self._to_device(tensor))
