@@ -153,6 +153,10 @@ class CpuTraining:
             should_checkpoint=should_checkpoint,
         )
 
+    def train(self, count: int) -> list[StepRecord]:
+        """Run so many training steps."""
+        return [self.step() for _ in range(count)]
+
     @contextlib.contextmanager
     def _grad_norm_threshold(self) -> Iterator[None]:
         """Lower the optimizer's threshold below any gradient's norm, in the steps that ask for it."""

@@ -1,12 +1,11 @@
 """A training that fails once and is restarted in its process by NVRx, as Bridge sets that up."""
 
-import json
 import os
-import queue
 import socket
 import weakref
 from pathlib import Path
 
+import children
 import fused_adam
 from both import SMALL
 from bridge_loop import train as train_loop
@@ -17,6 +16,7 @@ from bridge_fgo.tools.standins.cuda import install_standins
 install_standins()
 
 from cpu_training import CpuOptions, CpuTraining  # noqa: E402
+from rank_child import keep_results_of_saves  # noqa: E402
 
 import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
@@ -72,23 +72,21 @@ class Attempts:
             run.model[0].module.forward = None  # not callable: the step breaks in its first forward
 
 
-def train(folder: str) -> None:
-    """Train, restarted once; leave what was seen in `seen.json`."""
+def train(rank: int, job: children.Ranks) -> dict:
+    """Train, restarted once; return what was seen."""
     import nvidia_resiliency_ext.inprocess as inprocess
     from megatron.bridge.training.config import InProcessRestartConfig
     from megatron.bridge.training.inprocess_restart import maybe_wrap_for_inprocess_restart
     from megatron.bridge.training.state import GlobalState
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    filesystem_async._results_queue = queue.Queue()
+    keep_results_of_saves()
     fused_adam.have_mcore_take_it(setattr)
     without_a_gpu(inprocess)
     bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, master_remainders=True))
     state = GlobalState()
     config = InProcessRestartConfig(enabled=True)
-    restarted, store = maybe_wrap_for_inprocess_restart(Attempts(Path(folder)), config, state)
-    seen = restarted(state, store=store)
-    (Path(folder) / "seen.json").write_text(json.dumps(seen))
+    restarted, store = maybe_wrap_for_inprocess_restart(Attempts(job.folder), config, state)
+    return restarted(state, store=store)

@@ -415,38 +415,36 @@ def weights_of_their_own(monkeypatch):
     monkeypatch.setattr(FileSystemWriterAsync, "prepare_write_data", prepared)
 
 
-CONSTANT = "constant structure"
-IN_THE_BACKGROUND = {
-    **{(name, FORMATS[0], worker): () for name in OPTIMIZERS for worker in ("fork", "mcore")},
-    ("torch's adam", "fully_reshardable", "fork"): (CONSTANT,),
-    ("torch's adam", "fully_reshardable", "mcore"): ("spawned",),
-    ("torch's adam", "fully_reshardable", "nvrx"): ("spawned",),
-    ("torch's adam", "dp_reshardable", "fork"): (),
-    ("torch's adam", "dp_reshardable", "mcore"): (CONSTANT,),
-    ("torch's adam", "dp_reshardable", "nvrx"): (CONSTANT, "spawned"),
-}
-"""Kinds, formats and writers, and how: with a constant structure, and a worker that is spawned as Bridge does it."""
+CONSTANT, SPAWNED, LENT = "constant structure", "spawned", "lent"
+IN_THE_BACKGROUND = [
+    *((name, FORMATS[0], worker) for name in OPTIMIZERS for worker in ("fork", "mcore")),
+    ("torch's adam", "fully_reshardable", "fork", CONSTANT),
+    ("torch's adam", "fully_reshardable", "mcore", SPAWNED),
+    ("torch's adam", "fully_reshardable", "nvrx", SPAWNED),
+    ("torch's adam", "dp_reshardable", "fork"),
+    ("torch's adam", "dp_reshardable", "mcore", CONSTANT),
+    ("torch's adam", "dp_reshardable", "nvrx", CONSTANT, SPAWNED),
+    ("torch's adam", "dp_reshardable", "mcore", LENT),
+    ("torch's adam", "dp_reshardable", "mcore", LENT, CONSTANT),
+]
+"""Kinds, formats and writers, and how: with a constant structure; a worker that is spawned as Bridge does it; and one
+that is done before the next save, so that each is lent host buffers, others than the one before."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize(("kind", "format", "worker"), IN_THE_BACKGROUND)
-def test_three_background_checkpoints_have_the_bytes_of_their_step(
-    request, tmp_path, monkeypatch, kind, format, worker
-):
-    how = IN_THE_BACKGROUND[kind, format, worker]
+@pytest.mark.parametrize("row", IN_THE_BACKGROUND, ids="-".join)
+def test_three_background_checkpoints_have_the_bytes_of_their_step(request, tmp_path, monkeypatch, row):
+    kind, format, worker, *how = row
     if kind in OPTIMIZERS:
         request.getfixturevalue("weights_of_their_own")
     if worker == "nvrx":
-        pytest.importorskip(
-            "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
-            reason="needs nvidia-resiliency-ext",
-            exc_type=ImportError,
-        )
+        module = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+        pytest.importorskip(module, reason="needs nvidia-resiliency-ext", exc_type=ImportError)
     if worker != "fork":  # the persistent workers are spawned, and import what they run
-        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly="spawned" not in how)
+        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=SPAWNED not in how)
     for offload in (False, True):
-        context = {}
+        context, lent = {}, []
         with training(offload, **KINDS[kind]) as run:
             run.cfg.checkpoint.ckpt_assume_constant_structure = CONSTANT in how
             if offload:
@@ -454,35 +452,14 @@ def test_three_background_checkpoints_have_the_bytes_of_their_step(
             for number in range(3):
                 steps(run)
                 save(run, tmp_path / str(offload) / str(number), format, context)
-                assert not offload or run.state.async_calls_queue.get_num_unfinalized_calls() > 0
-            steps(run)  # overwrites every state and every host buffer while the writer may still read
-            if offload:
-                finish(run)
-    for number in range(3):
-        assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("deadline")
-@pytest.mark.parametrize("constant_structure", [False, True], ids=["", CONSTANT])
-def test_checkpoints_that_are_lent_host_buffers_have_the_bytes_of_their_step(tmp_path, monkeypatch, constant_structure):
-    # The writer is done before the next save, so that each is lent, and gets the other buffer than the one before.
-    async_worker.have_bridge_use("mcore", monkeypatch.setattr, quickly=True)
-    for offload in (False, True):
-        context, lent = {}, []
-        with training(offload) as run:
-            run.cfg.checkpoint.ckpt_assume_constant_structure = constant_structure
-            if offload:
-                background(run, "mcore", tmp_path)
-            for number in range(3):
-                steps(run)
-                save(run, tmp_path / str(offload) / str(number), "dp_reshardable", context)
                 if offload:
+                    assert run.state.async_calls_queue.get_num_unfinalized_calls() > 0
                     lent.append({slab.host.address for slab in session_of(run).engine.slabs if slab.is_lent})
-                steps(run)  # while the writer may still read
-                if offload:
-                    finish(run, terminate=number == 2)
-        if offload:
+                if LENT in how or number == 2:
+                    steps(run)  # overwrites every state and every host buffer while the writer may still read
+                    if offload:
+                        finish(run, terminate=number == 2)
+        if offload and LENT in how:
             assert lent[0] and lent[0] == lent[2] and not lent[0] & lent[1], "two buffers take turns"
     for number in range(3):
         assert_same_shards(tmp_path / "True" / str(number), tmp_path / "False" / str(number))

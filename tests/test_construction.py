@@ -292,23 +292,31 @@ def test_a_checkpoint_without_states_leaves_what_mcore_made(tmp_path, count):
     both(loaded, **FSDP)
 
 
+SHARES = [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("cause", ["debug mode", "a hook on the step", "quantized weights"])
+@pytest.mark.parametrize("cause", ["debug mode", "a hook on the step", "quantized weights", *SHARES], ids=str)
 def test_a_load_is_bitwise_a_resident_runs_in(saved, monkeypatch, cause):
     """In debug mode a host buffer is overwritten as soon as its slab has come back, also if nothing writes the slab.
 
-    With the others a step, or the copy to the weights, cannot be divided.
+    With a hook or quantized weights a step, or the copy to the weights, cannot be divided. Of a share of the states the
+    rest is loaded where it stays.
     """
-    before, called = saved("fsdp"), []
+    before, called, share = saved("fsdp"), [], cause if cause in SHARES else {}
     if cause == "debug mode":
         monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
     elif cause == "quantized weights":
         monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
-    with training(True, **FSDP) as run:
+    config = bridge_fgo.OffloadConfig(engine="native", **share) if share else PARTS
+    with training(True, config, **FSDP) as run:
         if cause == "a hook on the step":
             run.optimizer.optimizer.register_step_post_hook(lambda *of_step: called.append(of_step))
         load(run, before.folders[FORMATS[0]])
-        assert run.live_state_bytes() == 0
+        held = run.live_state_bytes()
+        assert (held > 0) == bool(share)
+        bridge_fgo.reload_states()
+        assert not share or held <= run.live_state_bytes() - engine().planned_bytes  # with Megatron-FSDP's padding
         before.goes_on_in(run)
         assert len(called) == 3 * (cause == "a hook on the step")
 
@@ -449,18 +457,6 @@ def test_gated_layers_whose_layout_is_changed_are_loaded_as_in_a_resident_run(sa
         return found
 
     both(loaded, **LOADED["fsdp of swiglu"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("share", [{"fraction": 0.5}, {"moments": False}, {"master_weights": False}], ids=str)
-def test_a_share_of_the_states_is_loaded_in_host_memory_and_the_rest_where_it_stays(saved, share):
-    before = saved("fsdp")
-    with training(True, bridge_fgo.OffloadConfig(engine="native", **share), **FSDP) as run:
-        load(run, before.folders[FORMATS[0]])
-        held = run.live_state_bytes()
-        bridge_fgo.reload_states()
-        assert 0 < held <= run.live_state_bytes() - engine().planned_bytes  # with Megatron-FSDP's padding
-        before.goes_on_in(run)
 
 
 @pytest.mark.slow

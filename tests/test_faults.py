@@ -73,39 +73,33 @@ def test_a_killed_run_resumes_bitwise(resident, tmp_path, point):
     assert resumed(tmp_path, True) == resident[1]
 
 
-def fail_in_a_part(run, patch):
-    fault_child.break_at("the update of a part", 3, "failed", patch)
-
-
-def fail_in_the_copy_to_the_model(run, patch):
-    fault_child.break_at("a part's copy to the model", 2, "failed", patch)
-
-
-def fail_behind_a_hook(run, patch):
-    # With a hook on the Adam the step is not divided.
-    leaf = run.optimizer.chained_optimizers[0]
-    leaf.optimizer.register_step_post_hook(lambda *args: None)
-    patch(leaf, "_copy_main_params_to_model_params", fail)
-
-
-def fail_in_the_second_optimizer(run, patch):
-    patch(run.optimizer.chained_optimizers[1], "step_with_ready_grads", fail)
-
-
 def fail(*args, **kwargs):
     raise fault_child.Injected
 
 
-@pytest.mark.parametrize(
-    "break_step", [fail_in_a_part, fail_in_the_copy_to_the_model, fail_behind_a_hook, fail_in_the_second_optimizer]
-)
-def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch, break_step):
+PARTS = {"the update of a part": 3, "a part's copy to the model": 2}
+"""Points in a step, and at which of their calls it breaks."""
+
+
+def break_step(run, place, patch):
+    leaves = run.optimizer.chained_optimizers
+    if place in PARTS:
+        fault_child.break_at(place, PARTS[place], "failed", patch)
+    elif place == "the second optimizer":
+        patch(leaves[1], "step_with_ready_grads", fail)
+    else:  # with a hook on the Adam the step is not divided
+        leaves[0].optimizer.register_step_post_hook(lambda *args: None)
+        patch(leaves[0], "_copy_main_params_to_model_params", fail)
+
+
+@pytest.mark.parametrize("place", [*PARTS, "behind a hook", "the second optimizer"])
+def test_a_torn_step_is_neither_saved_nor_gone_on_with(tmp_path, monkeypatch, place):
     # Some parameters have had an update more than others: a handler that saves must not make a checkpoint of it.
-    with training(True, experts=break_step is fail_in_the_second_optimizer) as run, monkeypatch.context() as patch:
+    with training(True, experts=place == "the second optimizer") as run, monkeypatch.context() as patch:
         run.step()
         save(run, tmp_path, "dp_reshardable")
         before = newest(tmp_path)
-        break_step(run, patch.setattr)
+        break_step(run, place, patch.setattr)
         with pytest.raises(fault_child.Injected):
             run.step()
         patch.undo()

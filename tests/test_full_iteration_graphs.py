@@ -103,7 +103,7 @@ NATIVE = bridge_fgo.OffloadConfig(engine="native")
 def test_passes_that_are_captured_and_replayed_are_bitwise_resident_ones_without_a_graph(monkeypatch, kind):
     with as_resident(STEPS, NATIVE, **kind) as run:
         schedule = captured(monkeypatch, run)
-        steps = [run.step() for _ in range(STEPS)]
+        steps = run.train(STEPS)
         held = run.live_bytes
     assert schedule.modes == MODES
     losses, expected = ([(s.loss, s.grad_norm) for s in one] for one in (steps, resident(STEPS, **kind)[0].steps))
@@ -124,8 +124,7 @@ def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
             return result
 
         run._schedule = watched
-        for _ in range(STEPS):
-            run.step()
+        run.train(STEPS)
     assert begun == [True] * STEPS
 
 
@@ -157,8 +156,7 @@ def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
     """mcore's retry after an overflow resets the graph, and needs the memory of an eager pass."""
     with training(True, NATIVE) as run:
         captured(monkeypatch, run)
-        for _ in range(STEPS):
-            run.step()
+        run.train(STEPS)
         attached = session_of(run)
         schedule = attached.engine.schedule
         assert schedule.ledger.nbytes, "the plan holds states in a replayed pass"
@@ -177,6 +175,5 @@ def test_a_graph_that_comes_or_goes_is_counted_anew(monkeypatch):
     monkeypatch.setattr(session.PeakMeter, "count_graphs", lambda meter: counted.append(len(schedule.modes)))
     with training(True, NATIVE) as run:
         schedule = captured(monkeypatch, run)
-        for _ in range(STEPS):
-            run.step()
+        run.train(STEPS)
     assert counted == [3]

@@ -56,8 +56,7 @@ def test_states_come_back_and_training_goes_on_bitwise_when(event):
     with as_resident(6) as run:
         steps(run, 3)
         with event(run):
-            for _ in range(3):
-                run.step()
+            run.train(3)
             assert min(run.live_bytes) > 0
             assert event is not installed_anew_and_the_flag_unset or SESSION not in vars(run.optimizer)
 
@@ -66,8 +65,7 @@ def test_states_come_back_and_training_goes_on_bitwise_when(event):
 def test_an_uninstall_in_a_forward_is_no_silent_no_op_and_bitwise_equal(step, options):
     # The rerun machine that Bridge's step has taken goes on telling of passes.
     with as_resident(step + 1, **options) as run:
-        for _ in range(step - 1):
-            run.step()
+        run.train(step - 1)
         forward = run._forward_step
 
         def uninstalls(*args, **kwargs):
@@ -127,8 +125,7 @@ def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and
         steps(run)
         handle.uninstall()
         assert session.closed
-        for _ in range(2):
-            run.step()
+        run.train(2)
 
 
 def test_weights_that_change_after_an_uninstall_that_failed_are_found_before_the_update():
@@ -154,8 +151,7 @@ def test_weights_that_change_after_an_uninstall_that_failed_are_found_before_the
 def test_an_uninstall_is_not_held_up_by_a_training_that_is_over():
     def train_and_change_weights():
         with CpuTraining(CpuOptions(offload=True)) as run:
-            for _ in range(2):
-                run.step()
+            run.train(2)
             session_of(run).engine.offload_now()
             next(run.model[0].parameters()).data.add_(1)
             run.optimizer.cycle = run
@@ -254,8 +250,7 @@ def test_an_offloader_of_mcores_own_may_be_driven_by_hand(bridge_train):
     with CpuTraining(CpuOptions(offload=True)) as run, bridge_fgo.install():
         run.optimizer.chained_optimizers[0]._state_offloader = object()
         with mock.patch.object(bridge_train, "train_step", unwired):
-            for _ in range(3):
-                run.step()
+            run.train(3)
 
 
 # Ctrl-C.
@@ -283,8 +278,7 @@ def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the
         with pytest.raises(RuntimeError, match="cannot be trained any more"):
             run.step()
     with CpuTraining(CpuOptions(offload=True, **SMALL)) as run:
-        for _ in range(3):
-            run.step()
+        run.train(3)
         bridge_fgo.reload_states()
         bridge_train.calc_params_l2_norm(run.model, run.cfg.model)
         assert bits(run) == end

@@ -196,14 +196,12 @@ def valid_batches(run):
 
 def garbage_of_three_steps(run):
     """Return what three steps leave that only the garbage collector can free."""
-    for _ in range(2):
-        run.step()
+    run.train(2)
     gc.collect()
     gc.disable()
     gc.freeze()
     try:
-        for _ in range(3):
-            run.step()
+        run.train(3)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         return list(gc.garbage)

@@ -223,8 +223,7 @@ def updates(monkeypatch, landed, offload, config=WHOLE):
             patch.setattr(Schedule, "_has_landed", lambda schedule, part: landed(parts.index(part)))
             for number, part in enumerate(parts):
                 part.stays = number % 3 == 1
-        for _ in range(3):
-            run.step()
+        run.train(3)
     return seen
 
 

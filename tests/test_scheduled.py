@@ -50,8 +50,7 @@ def test_bits_are_equal_and_no_more_is_held_than_the_plan_has_room_for(meter, na
                 held.append((schedule._index, schedule.ledger.nbytes, schedule._plan))
 
         schedule.point = spy
-        for _ in range(STEPS - 1):
-            run.step()
+        run.train(STEPS - 1)
     assert all(nbytes <= plan.leave[index] for index, nbytes, plan in held)
     first, last = held[0][0], max(index for index, _, _ in held)
     in_forward = [nbytes for index, nbytes, _ in held if index <= first + 1]
@@ -135,8 +134,7 @@ def test_a_budget_without_a_gpu_is_refused():
 def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
     monkeypatch.setattr(meter, "end_phase", lambda self: 3 * 2**30)
     with training(True, replace(WHOLE, gpu_memory_budget_gib=2.0)) as run:
-        for _ in range(5):
-            run.step()
+        run.train(5)
     lines = capsys.readouterr().out.splitlines()
     said = [line for line in lines if "allocated 3.00 GiB" in line]
     assert len(said) == 1
@@ -161,8 +159,7 @@ def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(met
     counts = {"allocated_bytes": {"current": 5 * 2**30}}
     monkeypatch.setattr(torch.cuda, "host_memory_stats_as_nested_dict", lambda: counts)
     with training(True, WHOLE) as run:
-        for _ in range(4):
-            run.step()
+        run.train(4)
     said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
     assert len(said) == 1 and said[0].endswith(" planned; mcore has pinned 5.00 GiB on the host for activations")
 

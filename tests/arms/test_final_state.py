@@ -23,8 +23,7 @@ def test_states_read_where_they_are_have_the_digests_of_those_on_the_gpu(remaind
     seen = []
     for offload in (False, True):
         with training(offload, config, experts=experts) as run:
-            for _ in range(2):
-                run.step()
+            run.train(2)
             found, nbytes = digests_by_parameter(run.model, run.optimizer)
             if offload:
                 engine = session_of(run).engine

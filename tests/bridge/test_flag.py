@@ -387,24 +387,15 @@ def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(
     assert settings.settings_of(mock.Mock()) == settings.installed_config()
 
 
-def test_the_engine_takes_them_and_they_cannot_change_in_mid_run(cpu_standins, monkeypatch):
-    import cpu_training
+def test_the_engine_takes_them_and_they_cannot_change_in_mid_run(cpu_standins):
+    from both import training
 
-    make_config = cpu_training.make_config
-
-    def with_settings(options):
-        config = make_config(options)
-        config.optimizer.offload["moments"] = False
-        return config
-
-    monkeypatch.setattr(cpu_training, "make_config", with_settings)
-    options = cpu_training.CpuOptions(offload=True)
-    with bridge_fgo.install(), cpu_training.CpuTraining(options) as training:
-        training.step()
+    with training(True, OffloadConfig(), configured={"optimizer.offload": {"moments": False}}) as run:
+        run.step()
         stats = bridge_fgo.stats()
         assert 0 < stats.released_bytes < stats.state_bytes / 2
-        training.cfg.optimizer.offload["moments"] = True
+        run.cfg.optimizer.offload["moments"] = True
         with pytest.raises(ValueError, match=r"settings cannot change while an optimizer trains"):
-            training.step()
-        training.cfg.optimizer.offload["moments"] = False
-        training.step()
+            run.step()
+        run.cfg.optimizer.offload["moments"] = False
+        run.step()

@@ -372,12 +372,6 @@ def test_engines_of_mcores_are_refused_by_name_for_what_they_do_not_serve(cpu_st
             make_engine(generation, [source], bridge_fgo.OffloadConfig(engine="mcore"), PeakMeter())
 
 
-@pytest.mark.parametrize("asked", [{"engine": "mcore"}, {"engine": "mcore", "fraction": 0.5}])
-def test_mcore_engine_is_refused_where_mcore_has_none(cpu_standins, asked):
-    with pytest.raises(ValueError, match=r"engine='mcore'"):
-        compat.choose_engine(bridge_fgo.OffloadConfig(**asked), SimpleNamespace())
-
-
 @pytest.fixture
 def background(monkeypatch, cfg):
     """A config that saves through the persistent worker, on a node of 2 ranks, 1000 bytes and 500 files.

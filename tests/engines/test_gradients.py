@@ -1,10 +1,12 @@
 """Gradients that have no memory before a backward, and leave between microbatches: bits, memory, order, faults."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
 from both import OPTIMIZERS, PACKED, SMALL, as_resident, both, exact, session_of, steps, training
+from lanes import in_lanes
 from saving import assert_same_shards, load, newest, save
 
 import bridge_fgo
@@ -60,15 +62,12 @@ IN_THE_FAST_LANE = [
 ]
 
 
-def in_lanes(kinds, fast):
-    """Return each kind with both settings; those that are not among `fast` are for the slow lane."""
-    pairs = [(kind, name) for kind in kinds for name in ("lazy", "off")]
-    marks = {pair: () if pair in fast else pytest.mark.slow for pair in pairs}
-    return [pytest.param(k, {"lazy": LAZY, "off": OFF}[n], id=f"{k}-{n}", marks=marks[k, n]) for k, n in pairs]
+CONFIGS = {"lazy": LAZY, "off": OFF}
 
 
-@pytest.mark.parametrize(("kind", "config"), in_lanes(KINDS, IN_THE_FAST_LANE))
-def test_training_is_bitwise_equal_to_resident(kind, config):
+@pytest.mark.parametrize(("kind", "name"), in_lanes([*product(KINDS, CONFIGS)], IN_THE_FAST_LANE))
+def test_training_is_bitwise_equal_to_resident(kind, name):
+    config = CONFIGS[name]
     with as_resident(3, config, **THREE | KINDS[kind]) as run:
         steps(run, 3)
         moved = session_of(run).gradients.traffic
@@ -128,14 +127,14 @@ def watch(run, config):
     return seen
 
 
+WATCHED = ("one_microbatch", "three_microbatches", "experts", "rerun", "chunks")
+
+
 @pytest.mark.parametrize(
-    ("kind", "config"),
-    in_lanes(
-        ("one_microbatch", "three_microbatches", "experts", "rerun", "chunks"),
-        fast=[("three_microbatches", "lazy"), ("chunks", "off")],
-    ),
+    ("kind", "name"), in_lanes([*product(WATCHED, CONFIGS)], [("three_microbatches", "lazy"), ("chunks", "off")])
 )
-def test_what_has_memory_at_each_point_of_a_step(kind, config):
+def test_what_has_memory_at_each_point_of_a_step(kind, name):
+    config = CONFIGS[name]
     options = THREE | KINDS[kind] | {"layers": 4}
     with training(True, config, **options) as run:
         seen = watch(run, config)

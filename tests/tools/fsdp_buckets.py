@@ -74,8 +74,7 @@ def train_and_measure(rank, job: Job, ddp: dict, model: dict):
         with Rank(options, rank, job) as run:
             run._batches.iterable = microbatches(dataclasses.replace(options, seed=options.seed + rank))
             run.optimizer.optimizer.register_step_pre_hook(lambda *_: kept.append(meter.now))
-            for _ in range(job.steps):
-                run.step()
+            run.train(job.steps)
             cfg, parallel = run.cfg, Parallel(job.ranks, 1, 1, 1, 1, 1, options.instances)
             (chunk,) = run.model
             planned, in_step = temporary_bytes(list(buckets_of(chunk, cfg.ddp, parallel)), chunk.module, cfg.ddp)
