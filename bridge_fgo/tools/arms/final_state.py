@@ -76,16 +76,24 @@ def _state_of(leaf: Any, parameter: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def _weights(model: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return all weights by name, quantized ones as what they stand for: they have no storage of their own."""
+def _dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, a quantized one as what it stands for: it has no storage of its own."""
     from megatron.core.fp8_utils import is_float8tensor
 
-    named = ((f"{chunk}.{name}", p) for chunk, module in enumerate(model) for name, p in module.named_parameters())
-    return {name: p.dequantize() if is_float8tensor(p) else p for name, p in named}
+    return weight.dequantize() if is_float8tensor(weight) else weight  # type: ignore[no-any-return]
+
+
+def _weights(model: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all weights with their names."""
+    for chunk, module in enumerate(model):
+        for name, parameter in module.named_parameters():
+            yield f"{chunk}.{name}", parameter
 
 
 def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Yield (kind, name, tensor) of this rank's parameters, and of the masters and moments that exist.
+
+    None is read: while a trainer sleeps, each may be away.
 
     Masters are the inner optimizer's parameters, or their `master_param` states (fp32, or int16 remainders) where the
     precision-aware optimizer holds them. The package is not asked: what is compared should not depend on what is
@@ -95,7 +103,7 @@ def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, tor
     if any(is_fsdp(leaf) for leaf in leaves):
         yield from _fsdp_states(model, leaves)
         return
-    for name, weight in _weights(model).items():
+    for name, weight in _weights(model):
         yield "params", name, weight
     for name, leaf, parameter in _stepped(optimizer):
         master, *moments = _state_of(leaf, parameter).items()
@@ -107,7 +115,8 @@ def states(model: Sequence[Any], optimizer: Any) -> Iterator[tuple[str, str, tor
 def state_tensors(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Return what `states` yields, by kind and name; RuntimeError where the memory of a tensor is released."""
     found: dict[str, dict[str, torch.Tensor]] = {"params": {}, "masters": {}, "moments": {}}
-    for kind, name, tensor in states(model, optimizer):
+    for kind, name, held in states(model, optimizer):
+        tensor = _dequantized(held) if kind == "params" else held
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < end:
             raise RuntimeError(f"{kind} {name} cannot be read: its memory is released")
@@ -166,7 +175,10 @@ def digests_by_parameter(model: Sequence[Any], optimizer: Any) -> tuple[dict[str
     for part, digests in found.items():
         if not digests:
             raise RuntimeError(f"found no {part} to compare after training")
-    return {"params": digest(_weights(model)), **{part: joined(digests) for part, digests in found.items()}}, nbytes
+    return {
+        "params": digest({name: _dequantized(weight) for name, weight in _weights(model)}),
+        **{part: joined(digests) for part, digests in found.items()},
+    }, nbytes
 
 
 def joined_digests(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:

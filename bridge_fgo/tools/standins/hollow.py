@@ -79,6 +79,10 @@ def import_bridge() -> None:
             parent, _, last = name.rpartition(".")
             if parent:
                 setattr(sys.modules[parent], last, module)
+        # mcore asks of each weight whether it is quantized, as it does with the real one: that reads weights that may
+        # be away.
+        fp8: Any = importlib.import_module("megatron.core.fp8_utils")
+        fp8.HAVE_TE_FP8_TENSOR_CLASS, fp8.FP8_TENSOR_CLASS = True, sys.modules[top].QuantizedTensor
         for name in PATCHED_BY_THE_PACKAGE:
             importlib.import_module(f"megatron.bridge.training.{name}")
     except BaseException:
