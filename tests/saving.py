@@ -1,8 +1,27 @@
 """Bridge's own save and load of a CPU training, in the foreground and in the background."""
 
+import dataclasses
 from pathlib import Path
 
+from both import bits, steps
+
 FORMATS = ["fully_reshardable", "dp_reshardable"]
+
+
+@dataclasses.dataclass
+class Saved:
+    """What a run saved after two steps, its bits then, what the next two steps reported, and the bits after those."""
+
+    folders: dict
+    bits: dict
+    after: list
+    end: dict
+
+    def goes_on_in(self, run):
+        """Fail where a training that has loaded it does not go on as it did."""
+        skip_data_of(run, 2)
+        assert steps(run, 2) == self.after
+        assert bits(run) == self.end
 
 
 def newest(folder: Path) -> Path:

@@ -1,7 +1,6 @@
 """An optimizer is built, and a checkpoint loaded, with no more of its states on the device than two parts."""
 
 import contextlib
-import dataclasses
 import functools
 from unittest import mock
 
@@ -11,7 +10,7 @@ import torch
 from both import OPTIMIZERS, bits, session_of, steps
 from cpu_model import microbatches
 from lanes import in_lanes
-from saving import FORMATS, load, save, send_all_away, skip_data_of
+from saving import FORMATS, Saved, load, save, send_all_away
 from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -183,23 +182,6 @@ def formats_of(kind):
     return FORMATS if kind in DTYPES else FORMATS[:1]
 
 
-@dataclasses.dataclass
-class Saved:
-    """What a resident run saved after two steps, its bits then, and how the next two steps went."""
-
-    folders: dict
-    bits: dict
-    after: list
-    end: dict
-
-    def goes_on_in(self, run):
-        """Fail where a training that has loaded it does not go on as it did."""
-        assert bits(run) == self.bits
-        skip_data_of(run, 2)
-        assert steps(run, 2) == self.after
-        assert bits(run) == self.end
-
-
 @pytest.fixture(scope="module")
 def saved(cpu_standins, tmp_path_factory):
     """A function that saves a resident run of a kind, once."""
@@ -238,6 +220,7 @@ def test_loading_holds_no_more_of_the_states_than_two_parts_and_loads_every_bit(
         if kind not in FEW_PARTS:
             assert two_parts() < engine().state_bytes / 3
             assert resident is None or resident >= engine().state_bytes
+        assert bits(run) == before.bits
         before.goes_on_in(run)
     if kind == "fp16 masters":
         assert "torch.float16" in {value[0] for name, value in before.bits.items() if name.startswith("masters")}
@@ -317,6 +300,7 @@ def test_a_load_is_bitwise_a_resident_runs_in(saved, monkeypatch, cause):
         assert (held > 0) == bool(share)
         bridge_fgo.reload_states()
         assert not share or held <= run.live_state_bytes() - engine().planned_bytes  # with Megatron-FSDP's padding
+        assert bits(run) == before.bits
         before.goes_on_in(run)
         assert len(called) == 3 * (cause == "a hook on the step")
 

@@ -9,7 +9,6 @@ import pytest
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION, Session, active_session
 from bridge_fgo.bridge.train_step import _is_saved_next
-from bridge_fgo.engines.engine import ATTACHED
 from bridge_fgo.engines.native import NativeEngine
 
 RESIDENT = ["zero_grad_buffer", "zero_grad", "forward_backward", "finalize", "step"]
@@ -179,14 +178,6 @@ def test_a_skipped_step_is_no_update_to_the_schedule(loop, stub_session, skipped
     loop.leaf.step = lambda: (not skipped, 1.0, None)
     loop.step()
     stub_session.engine.schedule.end_step.assert_called_once_with(not skipped)
-
-
-def test_a_flag_that_is_unset_in_mid_run_closes_the_session(loop):
-    loop.step()
-    session = loop.session
-    loop.optimizer_config.offload_optimizer_states = False
-    assert "close" in loop.step()
-    assert session.closed and SESSION not in vars(loop.optimizer) and ATTACHED not in vars(loop.leaf)
 
 
 @pytest.mark.parametrize(("peak", "planned", "told"), [(3, True, 1), (2, True, 0), (3, False, 0)])

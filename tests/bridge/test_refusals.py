@@ -189,14 +189,6 @@ def test_what_no_engine_of_mcores_serves_is_refused_with_generation_1_too(cfg, e
     assert found == ["model.cuda_graph_impl", "checkpoint.async_save"]
 
 
-def test_fp32_without_a_distributed_optimizer_is_refused_through_validate(cfg):
-    cfg.optimizer.use_distributed_optimizer = cfg.ddp.use_distributed_optimizer = False
-    cfg.validate()
-    cfg.model.bf16 = False
-    with pytest.raises(ValueError, match=r"use_distributed_optimizer=False.*model\.bf16=False.*FP32Optimizer"):
-        cfg.validate()
-
-
 ROADS = ["validate", "mimo"]
 
 

@@ -1,16 +1,15 @@
 """The patch for mcore's activation offload, on a copy of the installed module, and the script that shows the races."""
 
 import importlib.util
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import test_activation_offload as on_streams
 import torch
+from installed import apply_patch, folder_of
 from stream_order import Race
 from test_activation_offload import EVERY, FIRST_OF_TWO, LENGTHS, MODULE, train
 
@@ -27,11 +26,8 @@ def folder(tmp_path_factory):
     """A folder with a patched copy of the installed module, and the patch's unit test."""
     folder = tmp_path_factory.mktemp("mcore")
     (folder / PATH).parent.mkdir(parents=True)
-    core = importlib.util.find_spec("megatron.core")
-    assert core is not None and core.origin is not None
-    shutil.copy(Path(core.origin).parents[2] / PATH, folder / PATH)
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", PATCH], cwd=folder, env=environment, check=True, capture_output=True)
+    shutil.copy(folder_of("megatron.core").parents[1] / PATH, folder / PATH)
+    apply_patch(folder, PATCH)
     return folder
 
 

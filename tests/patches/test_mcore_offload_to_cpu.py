@@ -4,25 +4,19 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from apply import SERIES
 from children import run_python
+from installed import apply_patch, folder_of
 
 HERE = Path(__file__).parent
+CORE = folder_of("megatron.core")
 PROJECT = HERE.parents[1]
 PATCH = PROJECT / "patches/mcore/0001-offload-to-cpu.patch"
 SCRIPT = PROJECT / "patches/mcore/precision_aware_offload.py"
 UNIT_TEST = "tests/unit_tests/optimizer/test_offload_to_cpu.py"
-
-
-def core() -> Path:
-    """Return the folder of the installed mcore."""
-    spec = find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +25,12 @@ def patched(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mcore")
     target = folder / "megatron/core"
     target.mkdir(parents=True)
-    for path in core().iterdir():
+    for path in CORE.iterdir():
         if path.name == "optimizer":
             shutil.copytree(path, target / "optimizer", ignore=shutil.ignore_patterns("__pycache__"))
         else:
             (target / path.name).symlink_to(path)
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    subprocess.run(["git", "apply", PATCH], cwd=folder, env=environment, check=True, capture_output=True)
+    apply_patch(folder, PATCH)
     return folder
 
 
@@ -65,7 +58,7 @@ def weights(done):
 def test_the_patch_changes_the_installed_optimizers_and_adds_a_test(patched):
     changed = ["optimizer.py", "distrib_optimizer.py"]
     for name in changed:
-        ours, theirs = (folder / "optimizer" / name for folder in (patched / "megatron/core", core()))
+        ours, theirs = (folder / "optimizer" / name for folder in (patched / "megatron/core", CORE))
         assert "_is_model_memory" in ours.read_text() and "_is_model_memory" not in theirs.read_text()
     assert (patched / UNIT_TEST).exists()
 
@@ -78,7 +71,7 @@ def test_the_patch_is_no_part_of_bridges_series():
 def test_after_mcores_round_trip_weights_stop_moving_and_the_script_and_the_patchs_own_unit_test_fail(run):
     done = run["as it is"]
     assert done.returncode == 3 and "2 failed" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
-    assert f"mcore: {core()}" in done.stdout
+    assert f"mcore: {CORE}" in done.stdout
     before, after = weights(done)
     assert len(set(before)) == len(before) == 4 == len(after)
     assert set(after) == {before[-1]}

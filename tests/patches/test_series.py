@@ -9,26 +9,27 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from apply import SERIES, apply
+from installed import folder_of
 
 PROJECT = Path(__file__).parents[2]
+WHEEL = folder_of("megatron.bridge")
+IDENTITY = {"user.name": "test", "user.email": "test@example.com"}
 SERIES_TESTS = "tests/unit_tests/training/test_optimizer_state_offload.py"
 
 
 def git(folder, *command):
-    identity = ["-c", "user.name=test", "-c", "user.email=test@example.com"]
-    return subprocess.run(["git", *identity, *command], cwd=folder, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 def commit_all(folder):
     """Make a repository of a folder and commit all of it, with an identity for the commits of `git am`."""
     git(folder, "init", "--quiet")
-    git(folder, "config", "user.name", "test")
-    git(folder, "config", "user.email", "test@example.com")
+    for name, value in IDENTITY.items():
+        git(folder, "config", name, value)
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message", "as it was")
 
@@ -60,24 +61,17 @@ def run_tests(repository, path):
     return int(passed[1])
 
 
-def wheel() -> Path:
-    """Return the folder of the installed Bridge."""
-    spec = find_spec("megatron.bridge")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
-
-
 def touched() -> list[str]:
     """Return the files that the series changes and the wheel has, as `megatron/bridge/...`."""
     paths = {path for patch in SERIES for path in re.findall(r"^--- a/src/(.*)$", patch.read_text(), re.MULTILINE)}
-    return sorted(path for path in paths if (wheel().parents[1] / path).exists())
+    return sorted(path for path in paths if (WHEEL.parents[1] / path).exists())
 
 
 def make_repository(folder):
     """Make a repository that holds what the series touches, as a clone of Megatron-Bridge does."""
     for path in touched():
         (folder / "src" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(wheel().parents[1] / path, folder / "src" / path)
+        shutil.copy(WHEEL.parents[1] / path, folder / "src" / path)
     commit_all(folder)
 
 
@@ -96,7 +90,7 @@ def site_packages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("project")
     git(folder, "init", "--quiet")
     site = folder / ".venv"
-    shutil.copytree(wheel(), site / "megatron/bridge")  # with compiled files: most stay valid
+    shutil.copytree(WHEEL, site / "megatron/bridge")  # with compiled files: most stay valid
     apply(site)
     return site
 
@@ -107,7 +101,7 @@ def test_both_layouts_end_alike_each_patch_is_a_commit_with_its_reason_and_none_
     changed = touched()
     assert changed
     for path in changed:
-        assert (site_packages / path).read_bytes() != (wheel().parents[1] / path).read_bytes()
+        assert (site_packages / path).read_bytes() != (WHEEL.parents[1] / path).read_bytes()
     for path in (*changed, "megatron/bridge/training/optimizer_state_offload.py"):
         assert (site_packages / path).read_bytes() == (repository / "src" / path).read_bytes()
     messages = git(repository, "log", "--format=%b%x00", f"-{len(SERIES)}").split("\0")[: len(SERIES)]

@@ -47,24 +47,6 @@ def test_tiny_on_the_cpu_takes_settings_and_overrides_and_has_the_same_losses():
     assert ["bridge_fgo: optimizer-state offload on" in printed for printed in runs] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["llama"], "recipe='llama': there is no such recipe"),
-        (["tiny", "--no-offload", "--fraction", "0.5"], "--no-offload with fraction: leave out one or the other"),
-        (["tiny", "--fraction", "2"], "OffloadConfig.fraction=2.0"),
-        (["tiny", "--hf-config", "mine"], "--hf-config mine: use auto, hub, kept, or the folder of"),
-        (["llama3_70b_64gpu"], "recipe='llama3_70b_64gpu' needs GPUs and torch sees none"),
-    ],
-)
-def test_a_mistake_on_a_ranks_command_line_is_one_line_and_status_2(arguments, message, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
-    result = CliRunner().invoke(train.app, arguments)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"bridge_fgo.recipes.train: {message}") and result.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("options", [(), ("--no-offload",), ("--fraction", "0.5")])
 def test_a_rank_without_a_gpu_trains_tiny_as_the_options_say(options, monkeypatch):
     called = []

@@ -197,11 +197,6 @@ def test_what_needs_megatron_says_what_to_install(no_megatron, monkeypatch, tmp_
         (GRADIENTS, "--engine mcore", ["gradients=True: not honoured by engine='mcore'"]),
         ({"optimizer__optimizer_cuda_graph": True, "optimizer__optimizer_cpu_offload": True}, "",
          ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_cuda_graph=True"]),
-        ({"optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 0.5}, "",
-         [r"OffloadConfig\(fraction=0.5\) in place of optimizer.optimizer_offload_fraction=0.5"]),
-        (FSDP | {"optimizer__optimizer_cpu_offload": True, "optimizer__optimizer_offload_fraction": 0.25}, "",
-         [r"OffloadConfig\(fraction=0.25\) in place of optimizer.optimizer_offload_fraction=0.25.*"
-          r"OffloadConfig.master_weights=False"]),
         ({"optimizer__exp_avg_dtype": "torch.uint8"}, "",
          ["set optimizer.exp_avg_dtype=torch.bfloat16"]),
         ({"optimizer__exp_avg_sq_dtype": "torch.float8_e4m3fn"}, "",

@@ -81,6 +81,10 @@ COMMANDS = [
     ("plan llama3_8b_pretrain_config", 2, "bridge-fgo plan: config.json of meta-llama/Meta-Llama-3-8B is neither", HUB),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
+    ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),
+    ("train tiny --fraction 2", 2, "bridge_fgo.recipes.train: OffloadConfig.fraction=2.0: use a number in", LIGHT),
+    ("train tiny --no-offload --fraction 0.5", 2, "bridge_fgo.recipes.train: --no-offload with fraction: leave", LIGHT),
+    ("train tiny --hf-config mine", 2, "bridge_fgo.recipes.train: --hf-config mine: use auto, hub, kept, or", LIGHT),
 ]  # fmt: skip
 
 OF_THE_SECOND_HOUR = [
@@ -126,8 +130,6 @@ OF_THE_SECOND_HOUR = [
     ("recipes lst", 2, "Usage: bridge-fgo recipes", LIGHT),
     ("bench", 2, "bridge-fgo bench: torch sees no CUDA device here", TORCH),
     ("bench natvie", 2, "Usage: bridge-fgo bench", LIGHT),
-    ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),
-    ("train tiny --hf-config mine", 2, "bridge_fgo.recipes.train: --hf-config mine: use auto, hub, kept", LIGHT),
     ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
     ("launch --factory llama3_70b account=ME", 1, "pretrain: recipe='llama3_70b': there is no such recipe; use", NEMO),
     ("launch --factory tiny acount=ME", 1, "pretrain: acount=ME: there is no setting acount; did you mean acc", NEMO),
@@ -213,7 +215,7 @@ def test_a_command_of_a_new_user(folder, forks, monkeypatch, command, status, fi
     assert "Traceback" not in done.stdout + done.stderr
     lines = (done.stdout + done.stderr).replace("Configuring global options", "").strip().splitlines()
     assert lines[0].startswith(first_line), lines[0]
-    if status == 2 and first_line.startswith("bridge-fgo "):
+    if status == 2 and first_line.startswith(("bridge-fgo ", "bridge_fgo.")):
         assert len(lines) == 1, "a mistake is answered in one line"
 
 

@@ -3,11 +3,11 @@
 import ast
 import re
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import children
 import pytest
+from installed import folder_of
 from reach import table, verdict_of
 
 from bridge_fgo.tools.demo import missing_packages
@@ -57,7 +57,7 @@ def test_the_listing_has_every_config_function_of_the_sources_and_each_class_its
 
 def functions_in_sources():
     """Yield module and name of each public function that needs no argument and returns a ConfigContainer, as read."""
-    package = Path(str(find_spec("megatron.bridge").origin)).parent  # not imported: that takes stand-ins
+    package = folder_of("megatron.bridge")
     for path in (path for folder in FOLDERS for path in (package / folder).rglob("*.py")):
         module = ".".join(("megatron.bridge", *path.relative_to(package).with_suffix("").parts))
         for node in ast.parse(path.read_text()).body:

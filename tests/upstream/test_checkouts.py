@@ -5,21 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from installed import folder_of
 
 from bridge_fgo.bridge.table import patches
 
 CHECKOUTS = Path(__file__).with_name("checkouts.py")
-
-
-def installed(package):
-    """Return the folder of an installed package."""
-    spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
 
 
 def run(*arguments):
@@ -33,14 +26,14 @@ def checkouts(tmp_path):
     bridge, megatron_lm = tmp_path / "bridge", tmp_path / "megatron_lm"
     (bridge / "src/megatron/bridge/training").mkdir(parents=True)
     for folder in (".", "training"):
-        for path in (installed("megatron.bridge") / folder).iterdir():
+        for path in (folder_of("megatron.bridge") / folder).iterdir():
             if not (copy := bridge / "src/megatron/bridge" / folder / path.name).exists():
                 copy.symlink_to(path)
     train = bridge / "src/megatron/bridge/training/train.py"
     train.unlink()
-    shutil.copy(installed("megatron.bridge") / "training/train.py", train)
+    shutil.copy(folder_of("megatron.bridge") / "training/train.py", train)
     (megatron_lm / "megatron").mkdir(parents=True)
-    (megatron_lm / "megatron/core").symlink_to(installed("megatron.core"))
+    (megatron_lm / "megatron/core").symlink_to(folder_of("megatron.core"))
     return bridge, megatron_lm, train
 
 
@@ -83,12 +76,12 @@ def moved(tmp_path):
     megatron = {package: tmp_path / "megatron" / package for package in ("bridge", "training")}
     for package, folder in megatron.items():
         folder.mkdir(parents=True)
-        for path in installed(f"megatron.{package}").iterdir():
+        for path in folder_of(f"megatron.{package}").iterdir():
             (folder / path.name).symlink_to(path)
     old = re.compile(rf"\bmegatron\.bridge\.training\.({'|'.join(MOVED)})\b")
     (megatron["bridge"] / "training").unlink()
     training = megatron["bridge"] / "training"
-    shutil.copytree(installed("megatron.bridge") / "training", training, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(folder_of("megatron.bridge") / "training", training, ignore=shutil.ignore_patterns("__pycache__"))
     for path in training.rglob("*.py"):
         path.write_text(old.sub(r"megatron.training.\1", path.read_text()))
     for name in MOVED:
