@@ -51,7 +51,6 @@ _loaded_into: list[Attachment] | None = None  # of the checkpoint that is being 
 
 
 STATE_DICT = "raw_state_dict"  # the parameter of `hands_out_states` with the state dictionary
-
 MAKING = "_init_optimizer_states_with_dummy_values"  # the method by which mcore makes the moments before a load
 
 

@@ -45,7 +45,6 @@ _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _taken: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of every session: a model outlives its optimizer
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
-
 ENOUGH_RELEASED = 0.95  # share of the planned bytes whose release proves that the flag is no silent no-op
 
 

@@ -10,7 +10,6 @@ from bridge_fgo.memory.slab import Part, Slab, SlabState
 from bridge_fgo.states.source import Source
 
 MARGIN_PARTS = 4  # the least margin of the schedule, in parts (`HoldPolicy.margin_bytes`)
-
 MARGIN_OF_STATES = 16  # it is no more than a 16th of the states: of few bytes a part is a large share
 
 

@@ -50,7 +50,6 @@ def current_stream(device_index: int) -> int:
 
 
 Handle = int | ctypes.c_void_p  # a `cudaStream_t`
-
 Grid = tuple[ctypes.c_uint, ctypes.c_uint]  # how many blocks a launch has, in two dimensions; see `make_grid`
 
 _NO_FLAGS = ctypes.c_uint(0)

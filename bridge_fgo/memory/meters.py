@@ -217,10 +217,8 @@ def block_rounding(device: torch.device) -> Callable[[int], int]:
     return rounded
 
 
-LEAST_MARGIN = 32  # of the GPU's memory is the margin, at least: the first steps show few holes to come
-
-MOST_HOLES = 16  # of the memory are the holes that count, at most: what a load has reserved is used again
-
+LEAST_MARGIN = 32  # the margin is a 32nd of the GPU's memory at least: the first steps show few of the holes to come
+MOST_HOLES = 16  # no more than a 16th of the memory counts as holes: what a load has reserved is used again
 GROWTH = 1.25  # factor by which the margin grows, at least, each time that it was too small
 
 

@@ -13,7 +13,6 @@ from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.slab import StillShared
 
 Range = tuple[int, int]  # first byte of a storage, and the one after the last
-
 Named = tuple[str, torch.Tensor]  # a tensor, and what to call it in a message
 
 

@@ -21,9 +21,7 @@ from bridge_fgo.states.masters import PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam calls its moments
-
 MASTER = "master_param"  # what TE's FusedAdam calls a master weight that it keeps itself
-
 UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")  # of mcore's generations 1 and 2
 
 TORCH = (torch.optim.Adam, torch.optim.AdamW)

@@ -24,7 +24,6 @@ MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
 
 MOMENTUM = "momentum_buffer"  # what they call the momentum, of the parameter's shape
-
 SECOND_MOMENT = "moment2_buffer"  # AdaptiveMuon's: of the parameter's shape, a row's, a column's, or one number
 
 

@@ -126,7 +126,6 @@ class MasterCopy:
 # from its weights (`State.take_first`).
 
 FIRST = "_bridge_fgo_first_value"  # attribute of a master without memory: the shard of weights that it is to be made of
-
 Groups = tuple[list[list[Any]], ...]  # lists of tensors, one for each param group, by what they are to mcore
 
 KINDS = 5
