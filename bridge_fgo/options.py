@@ -99,13 +99,8 @@ OPTIONS = _make_options()
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return OffloadConfig's keyword arguments. `given` maps `Option.setting` to a value; None: not given."""
-    found: dict[str, Any] = {}
-    for option in OPTIONS:
-        value = given.get(option.setting)
-        if value is None:
-            continue
-        found[option.setting] = option.read(value) if option.words else value
-    return found
+    values = ((option, given.get(option.setting)) for option in OPTIONS)
+    return {o.setting: o.read(value) if o.words else value for o, value in values if value is not None}
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:

@@ -157,14 +157,11 @@ def _named_apart(found: list[tuple[str, Run]]) -> list[Run]:
 
 def compare_runs(first: Run, second: Run) -> list[Parity]:
     """Compare every loss and the gradient norm of two runs."""
-    names = [name for name in first.scalars if name in second.scalars and _is_compared(name)]
+    losses = {name for name in first.scalars if name.endswith("loss") and "validation" not in name} | {LOSS, GRAD_NORM}
+    names = [name for name in first.scalars if name in second.scalars and name in losses]
     # TensorBoard keeps 32 bits of a number, so that is what can be compared. Bridge's losses have no more.
     as_fp32 = first.is_fp32 or second.is_fp32
     return [compare_scalar(name, first.scalars[name], second.scalars[name], as_fp32) for name in names]
-
-
-def _is_compared(name: str) -> bool:
-    return name in (LOSS, GRAD_NORM) or (name.endswith("loss") and "validation" not in name)
 
 
 def is_bitwise_equal(parts: list[Parity]) -> bool:

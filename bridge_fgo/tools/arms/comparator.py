@@ -51,11 +51,6 @@ def compare_scalar(
     )
 
 
-def compare_digests(first: Mapping[str, str], second: Mapping[str, str]) -> dict[str, bool]:
-    """Compare the digests of two final states, by name; one that is missing counts as different."""
-    return {name: bool(first.get(name)) and first.get(name) == second.get(name) for name in DIGESTS}
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The parts of two arms that are equal to the last bit, by name. `steps[i]` is the i-th step's loss."""
@@ -81,9 +76,11 @@ def compare(resident: ArmRun, offloaded: ArmRun) -> Comparison:
         return a["step"] == b["step"] and bool(a["skipped"]) == bool(b["skipped"])
 
     losses = are_equal("loss")
+    mine, theirs = (arm.result.get("digests", {}) for arm in (resident, offloaded))
     parts = {
         "losses": whole and all(ran_alike(a, b) for a, b in pairs) and all(losses),
         "grad norms": whole and all(are_equal("grad_norm")),
-        **compare_digests(resident.result.get("digests", {}), offloaded.result.get("digests", {})),
+        # One that is missing counts as different: equality has to be shown.
+        **{name: bool(mine.get(name)) and mine.get(name) == theirs.get(name) for name in DIGESTS},
     }
     return Comparison(losses, parts)
