@@ -106,19 +106,11 @@ def make_config(options: CpuOptions) -> Any:
     if options.fsdp is not None:
         variants.update(calculate_per_token_loss=True)  # else gradients are averaged by a reduction that gloo lacks
     optimizer: Any = bridge.OptimizerConfig(
-        optimizer=options.optimizer,
-        muon_tp_mode=options.muon_tp_mode,
-        adaptive_muon_moment2_method=options.moment2,
-        lr=2e-3,
-        min_lr=1e-4,
-        clip_grad=1.0,
-        use_distributed_optimizer=options.distributed,
-        loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None,
-        initial_loss_scale=2.0**20,
-        loss_scale_window=4,
-        hysteresis=1,
-        **precision,
-    )
+        optimizer=options.optimizer, muon_tp_mode=options.muon_tp_mode, adaptive_muon_moment2_method=options.moment2,
+        lr=2e-3, min_lr=1e-4, clip_grad=1.0, use_distributed_optimizer=options.distributed,
+        loss_scale=CONSTANT_LOSS_SCALE if options.found_inf_steps and not is_fp16 else None, initial_loss_scale=2.0**20,
+        loss_scale_window=4, hysteresis=1, **precision,
+    )  # fmt: skip
     # An attribute and no argument: mcore releases without an offloader have no such field.
     optimizer.offload_optimizer_states = options.offload
     fsdp: dict[str, Any] = {}

@@ -335,23 +335,14 @@ def test_a_checkpoint_that_somebody_else_reads_reaches_the_states_wherever_they_
         steps(run)
         metadata = checkpointing._build_sharded_state_dict_metadata(True, run.cfg.checkpoint)
         state_dict = checkpointing.generate_state_dict(
-            run.cfg.checkpoint,
-            run.model,
-            run.optimizer,
-            run.scheduler,
-            None,
-            optim_sd_kwargs={"metadata": metadata, "is_loading": True},
-            pg_collection=run.groups,
-        )
+            run.cfg.checkpoint, run.model, run.optimizer, run.scheduler, None,
+            optim_sd_kwargs={"metadata": metadata, "is_loading": True}, pg_collection=run.groups,
+        )  # fmt: skip
         bridge_fgo.reload_states()
         checkpointing.load_fsdp_dtensor_checkpoint(
-            str(before.folders[FORMATS[0]]),
-            run.cfg.checkpoint,
-            False,
-            {**state_dict, "_model": run.model},
-            2,
+            str(before.folders[FORMATS[0]]), run.cfg.checkpoint, False, {**state_dict, "_model": run.model}, 2,
             cfg=run.cfg,
-        )
+        )  # fmt: skip
         assert kinds_of(bits(run), "masters", "moments") == kinds_of(before.bits, "masters", "moments")
 
 

@@ -56,14 +56,9 @@ ROWS = {
 }
 for _name, _config in {"all at once": PACKED, "all at once, masters whole": WHOLE}.items():
     ROWS[_name] = row(
-        _config,
-        slow=True,
-        chunks=2,
-        experts=True,
-        found_inf_steps=frozenset({4}),
-        rerun_steps=frozenset({5, 7}),
+        _config, slow=True, chunks=2, experts=True, found_inf_steps=frozenset({4}), rerun_steps=frozenset({5, 7}),
         grad_norm_skip_steps=frozenset({8}),
-    )
+    )  # fmt: skip
 for _strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
     for _kind, _options in {"dense": {}, "experts": {"experts": True}, "swiglu": {"swiglu": True}}.items():
         _slow = (_strategy, _kind) != ("optim_grads_params", "experts")

@@ -79,16 +79,11 @@ class Loop:
             skip_sync_grad_norm_across_mp=True,
         )  # fmt: skip
         self.cfg = SimpleNamespace(
-            optimizer=self.optimizer_config,
-            train=train,
-            ddp=SimpleNamespace(overlap_param_gather=mxfp8),
-            model=SimpleNamespace(seq_length=8),
-            dataset=SimpleNamespace(dataloader_type="single"),
-            dist=SimpleNamespace(use_decentralized_pg=True),
-            logger=SimpleNamespace(tensorboard_log_interval=1),
-            checkpoint=SimpleNamespace(save=None),
-            data_parallel_size=1,
-        )
+            optimizer=self.optimizer_config, train=train, ddp=SimpleNamespace(overlap_param_gather=mxfp8),
+            model=SimpleNamespace(seq_length=8), dataset=SimpleNamespace(dataloader_type="single"),
+            dist=SimpleNamespace(use_decentralized_pg=True), logger=SimpleNamespace(tensorboard_log_interval=1),
+            checkpoint=SimpleNamespace(save=None), data_parallel_size=1,
+        )  # fmt: skip
         self.state = SimpleNamespace(
             cfg=self.cfg, timers=mock.MagicMock(), train_state=SimpleNamespace(step=0),
             tensorboard_logger=None, wandb_logger=None,

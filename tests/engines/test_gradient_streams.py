@@ -195,17 +195,10 @@ def an_end_on_the_callers_stream(patch):
 
 
 FAULTS = [
-    without("order_around", "require"),
-    without("order_behind", "require"),
-    without("wait_in", "require"),
-    without("wait_for_those_that_add", "offload"),
-    a_release_that_only_frees,
-    a_release_that_does_not_wait_at_first,
-    without("wait_out", "zero"),
-    without("wait_in", "zero"),
-    without("forget", "close"),
-    an_end_on_the_callers_stream,
-]
+    without("order_around", "require"), without("order_behind", "require"), without("wait_in", "require"),
+    without("wait_for_those_that_add", "offload"), a_release_that_only_frees, a_release_that_does_not_wait_at_first,
+    without("wait_out", "zero"), without("wait_in", "zero"), without("forget", "close"), an_end_on_the_callers_stream,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -198,16 +198,10 @@ def spread_sequences(ranks: str) -> None:
 
 
 CHANGES = {
-    "FAULT": plant,
-    "RACE": take_out_a_wait,
-    "ALLOWED_BYTES": allow,
-    "TOUCHED": touch,
-    "OWN_LOOP": drive,
-    "SLEEP_FROM_STEP": sleep,
-    "LENGTHS": turn,
-    "RELEASED_THROUGHOUT": release_throughout,
+    "FAULT": plant, "RACE": take_out_a_wait, "ALLOWED_BYTES": allow, "TOUCHED": touch, "OWN_LOOP": drive,
+    "SLEEP_FROM_STEP": sleep, "LENGTHS": turn, "RELEASED_THROUGHOUT": release_throughout,
     "CONTEXT_PARALLEL": spread_sequences,
-}
+}  # fmt: skip
 """The change that each environment variable asks for; it is called with the variable's value."""
 
 

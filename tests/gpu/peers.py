@@ -44,19 +44,9 @@ VARIANTS = {"precision_aware": "--precision-aware", "fp32_accumulation": "--fp32
 """Options of trainings in which `OF_ADAM` are told apart by bytes and bits."""
 LEAST_RETURNED, MOST_DRIFT = 0.98, 0.01
 HEAD = [
-    "by",
-    "sleep s",
-    "sync s",
-    "wake s",
-    "cycle / ours",
-    "GB out",
-    "GB back",
-    "returned",
-    "drift",
-    "pinned GB",
-    "left GB",
-    "bits",
-]
+    "by", "sleep s", "sync s", "wake s", "cycle / ours", "GB out", "GB back", "returned", "drift", "pinned GB",
+    "left GB", "bits",
+]  # fmt: skip
 
 
 def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:

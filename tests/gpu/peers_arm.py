@@ -173,14 +173,9 @@ def never(trainer: phases_arm.Trainer, options: argparse.Namespace) -> tuple[Ver
 
 
 VERBS = {
-    "never": never,
-    "ours": ours,
-    "mcore": mcore,
-    "skyrl": skyrl,
-    "verl": verl,
-    "nemo_rl": nemo_rl,
+    "never": never, "ours": ours, "mcore": mcore, "skyrl": skyrl, "verl": verl, "nemo_rl": nemo_rl,
     "memory_saver": memory_saver,
-}
+}  # fmt: skip
 
 
 def crossing(verb: Verb) -> int:

@@ -92,21 +92,12 @@ class Trainer:
         if options.fp8:
             more |= {"fp8": "hybrid", "fp8_recipe": options.fp8, "fp8_param": options.fp8_param}
         config = TransformerConfig(
-            num_layers=options.layers if self.is_cuda else 2,
-            hidden_size=hidden,
-            ffn_hidden_size=4 * hidden,
-            num_attention_heads=heads,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            pipeline_dtype=torch.bfloat16,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            attention_backend=AttnBackend.unfused,
-            deterministic_mode=self.is_cuda,
-            use_cpu_initialization=not self.is_cuda,
-            **dict.fromkeys(UNUSED, False),
+            num_layers=options.layers if self.is_cuda else 2, hidden_size=hidden, ffn_hidden_size=4 * hidden,
+            num_attention_heads=heads, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+            hidden_dropout=0.0, attention_dropout=0.0, attention_backend=AttnBackend.unfused,
+            deterministic_mode=self.is_cuda, use_cpu_initialization=not self.is_cuda, **dict.fromkeys(UNUSED, False),
             **more,
-        )
+        )  # fmt: skip
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=self.is_cuda)
         model = GPTModel(config, spec, self.vocab, self.shape[1], position_embedding_type="rope")
         patterns = ("all",) if options.fp32_accumulation else ()

@@ -60,14 +60,10 @@ def test_what_nvrtc_says_of_a_source_is_in_the_error():
         return 0
 
     library = SimpleNamespace(
-        nvrtcCreateProgram=lambda *args: 0,
-        nvrtcCompileProgram=lambda *args: 6,
-        nvrtcGetProgramLogSize=tell_size,
-        nvrtcGetProgramLog=tell,
-        nvrtcDestroyProgram=lambda *args: 0,
-        nvrtcGetCUBINSize=tell_size,
+        nvrtcCreateProgram=lambda *args: 0, nvrtcCompileProgram=lambda *args: 6, nvrtcGetProgramLogSize=tell_size,
+        nvrtcGetProgramLog=tell, nvrtcDestroyProgram=lambda *args: 0, nvrtcGetCUBINSize=tell_size,
         nvrtcGetCUBIN=lambda *args: 0,
-    )
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"\(6\): line 3"):
         driver.compile_source(library, "source", "sm_90")
 

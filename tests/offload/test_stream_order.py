@@ -37,15 +37,11 @@ class RandomTraining(Training):
         transfers = CudaTransfers(torch.device("cpu"), PIECE_BYTES)
         transfers._shares_link |= choose([True, False])  # whether copies in go first
         super().__init__(
-            layer,
-            step,
-            optimizers=choose([1, 2]),
-            budget=budget,
+            layer, step, optimizers=choose([1, 2]), budget=budget,
             transfers=DebugTransfers(transfers, seed) if debug else transfers,
-            master_remainders=choose([None, True, False]),
-            sizes=choose([SIZES, SIZES, MANY_SIZES]),
+            master_remainders=choose([None, True, False]), sizes=choose([SIZES, SIZES, MANY_SIZES]),
             together=choose([None, WHOLE // 2, 2 * WHOLE]),
-        )
+        )  # fmt: skip
 
     def somewhere(self):
         return self.order.aside() if self.random.random() < 0.3 else nullcontext()
@@ -334,23 +330,18 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
 
 
 FAULTS = [
-    without_order_before_copies_out,
-    without_order_before_copies_in,
-    without_wait_for_what_landed,
+    without_order_before_copies_out, without_order_before_copies_in, without_wait_for_what_landed,
     replaced("without_wait_for_what_left", "release", lambda transfers, slab: slab.free()),
-    without_wait_for_a_copy_that_was_given_up,
-    without_order_of_the_pieces,
-    with_a_readers_wait_that_counts_as_the_training_streams,
-    with_a_copy_that_counts_as_one_before,
-    with_an_order_that_outlives_its_block,
-    with_what_was_written_not_ordered,
+    without_wait_for_a_copy_that_was_given_up, without_order_of_the_pieces,
+    with_a_readers_wait_that_counts_as_the_training_streams, with_a_copy_that_counts_as_one_before,
+    with_an_order_that_outlives_its_block, with_what_was_written_not_ordered,
     replaced("with_a_readers_stream_alone", "_streams", lambda transfers: (torch.cuda.current_stream().cuda_stream,)),
     replaced("with_a_release_that_does_not_wait_for_who_asks_for_it", "computing", CudaTransfers.on_compute_stream),
     replaced("with_memory_of_the_readers_stream", "on_compute_stream", lambda transfers: nullcontext()),
     replaced("with_a_save_that_reads_at_once", "finish_out", lambda transfers: None),
     with_masters_made_together_before_they_have_landed,
     pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
-]
+]  # fmt: skip
 FAULTS_OF_DEBUG_MODE = [
     without_order_before_copies_in,
     with_an_order_that_outlives_its_block,

@@ -47,14 +47,10 @@ def run_tests(repository, path):
     # Without the project's --strict-markers: Bridge has markers of its own.
     options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "upstream_plugin", "--rootdir", str(PROJECT)]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *what],
-        cwd=PROJECT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-        capture_output=True,
-        text=True,
-        timeout=1500,
+        [sys.executable, "-m", "pytest", *options, *what], cwd=PROJECT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, capture_output=True, text=True, timeout=1500,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None

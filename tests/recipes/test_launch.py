@@ -250,14 +250,10 @@ def train_tiny_here(home, *settings):
     """Launch `tiny` on this machine, on the CPU, from a checkout and without an activated environment."""
     arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", *settings, "--yes"]
     return subprocess.run(
-        [sys.executable, "-m", "recipes.launch", *arguments],
-        cwd=ROOT,
+        [sys.executable, "-m", "recipes.launch", *arguments], cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "HOME": str(home), "NEMORUN_HOME": str(home), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

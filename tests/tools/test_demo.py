@@ -185,13 +185,9 @@ def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake, t
 def gpu_arm(name, scale, steps):
     """Return an arm whose figures are `scale` times as large as one would be."""
     figures = {
-        "state_bytes": 2_000,
-        "released_bytes": 3_000_000,
-        "pinned_bytes": 4_000_000_000,
-        "peak_allocated_bytes": 5_000_000_000,
-        "peak_reserved_bytes": 6_000_000_000,
-        "peak_forward_backward_bytes": 7,
-    }
+        "state_bytes": 2_000, "released_bytes": 3_000_000, "pinned_bytes": 4_000_000_000,
+        "peak_allocated_bytes": 5_000_000_000, "peak_reserved_bytes": 6_000_000_000, "peak_forward_backward_bytes": 7,
+    }  # fmt: skip
     finished = arm(name, steps)
     finished.result |= {figure: scale * value for figure, value in figures.items()}
     return finished

@@ -17,18 +17,10 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 
 TESTS = [
-    "tests/bridge",
-    "tests/engines",
-    "tests/states",
-    "tests/sleep",
-    "tests/tools/test_job_builder.py",
-    "tests/test_own_steps.py",
-    "tests/test_construction.py",
-    "tests/test_parity.py",
-    "tests/test_checkpoints.py",
-    "tests/test_two_ranks.py",
-    "tests/test_loop.py",
-]
+    "tests/bridge", "tests/engines", "tests/states", "tests/sleep", "tests/tools/test_job_builder.py",
+    "tests/test_own_steps.py", "tests/test_construction.py", "tests/test_parity.py", "tests/test_checkpoints.py",
+    "tests/test_two_ranks.py", "tests/test_loop.py",
+]  # fmt: skip
 
 BINDINGS = """
 import importlib

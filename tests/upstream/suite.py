@@ -18,15 +18,10 @@ from pathlib import Path
 
 PLUGINS = Path(__file__).parent
 MCORE = (
-    "test_optimizer_state_offloading.py",
-    "test_emerging_optimizers.py",
-    "test_layer_wise_optimizer.py",
-    "dist_checkpointing/test_layer_wise_optimizer.py",
-    "dist_checkpointing/test_optimizer.py",
-    "distributed/mfsdp_v1",
-    "transformer/test_fsdp_dtensor_checkpoint.py",
-    "a2a_overlap/test_fsdp_1f1b_overlap.py",
-)
+    "test_optimizer_state_offloading.py", "test_emerging_optimizers.py", "test_layer_wise_optimizer.py",
+    "dist_checkpointing/test_layer_wise_optimizer.py", "dist_checkpointing/test_optimizer.py", "distributed/mfsdp_v1",
+    "transformer/test_fsdp_dtensor_checkpoint.py", "a2a_overlap/test_fsdp_1f1b_overlap.py",
+)  # fmt: skip
 """Tests of mcore, in `tests/unit_tests`; the first are of generation 1 of its own offloader."""
 
 
@@ -50,13 +45,8 @@ def outcomes(checkout: Path, tests: list[str], installed: bool, ranks: int) -> d
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         pytest = ["-m", "pytest", "-p", "upstream_plugin", "-q", "--tb=no", "-p", "no:cacheprovider", "-W", "ignore"]
         command = [
-            sys.executable,
-            *launcher,
-            *pytest,
-            "--continue-on-collection-errors",
-            f"--junitxml={report}",
-            *tests,
-        ]
+            sys.executable, *launcher, *pytest, "--continue-on-collection-errors", f"--junitxml={report}", *tests,
+        ]  # fmt: skip
         done = subprocess.run(command, cwd=checkout, env=environment, check=False, capture_output=True, text=True)
         reports = [report.with_name(f"{rank}.{report.name}") for rank in range(ranks)] if ranks > 1 else [report]
         if not all(one.exists() for one in reports):
