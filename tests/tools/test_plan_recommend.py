@@ -13,9 +13,11 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.job import read_job
+from bridge_fgo.tools.job.recomputation import KINDS, OFFLOADED
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
 from bridge_fgo.tools.plan.command import check_of
+from bridge_fgo.tools.plan.compute import compute_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
@@ -23,7 +25,7 @@ from bridge_fgo.tools.plan.systems import links
 pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
 
 GB = 10**9
-REFUSED = dict.fromkeys(recommend.KINDS, "no")
+REFUSED = dict.fromkeys([*KINDS, OFFLOADED], "no")
 TIGHT = f"{PRESETS['tight']} --gbs 32"
 NINE = "--layers 48 --hidden 4096 --ffn 11008 --heads 32 --vocab 32000 --seq 2048 --mbs 1 --gbs 1 --recompute attention"
 
@@ -70,6 +72,54 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():
     )
     assert found.change(found.advised) == pytest.approx(5.71 / 6.22 - 1, abs=0.02)  # as measured
     assert found.advised.peak <= found.room < choice(recommendation(TIGHT), "as configured").peak
+
+
+FIVE = "--layers 5 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --gbs 6 --recompute attention --vocab 8192"
+# Of one H200 whose link takes 15 ms for the activations and 76 ms for the states: with either and with both, seconds of
+# a step and GB at the peak.
+MEASURED = {
+    ("as configured", ()): (0.9466, 32.05),
+    ("as configured, all offloaded", ()): (0.9605, 27.87),
+    ("as configured", ("qkv_linear",)): (0.9461, 31.25),
+    ("as configured, all offloaded", ("qkv_linear",)): (0.9632, 27.07),
+}
+
+
+def test_activation_offload_is_compared_with_states_within_five_percent_of_what_was_measured():
+    of_job, (link,) = job(FIVE, 1), links("H200", None, 1)
+    counted = compute_of(of_job, "H200")
+    of_gpu = 0.9466 / counted.step  # short kernels: less than half of the data sheet's rate
+    for (way, modules), (seconds, peak) in MEASURED.items():
+        vars(of_job.config.model).update(fine_grained_activation_offloading=bool(modules), offload_modules=[*modules])
+        given = counted.forward * of_gpu, counted.backward * of_gpu
+        found = choice(recommend.Recommender(of_job, link, *given).recommend(), way)
+        assert found.step == pytest.approx(seconds, rel=0.05)
+        assert found.peak == pytest.approx(peak * GB, rel=0.05)
+
+
+def test_activation_offload_is_offered_with_its_terms_and_costs_what_it_cannot_hide():
+    found = recommendation(FIVE)
+    offloaded = choice(found, "activations offloaded")
+    assert offloaded.overrides == (
+        "model.fine_grained_activation_offloading=True", "model.offload_modules=[qkv_linear]",
+    )  # fmt: skip
+    assert offloaded.peak < found.choices[0].peak and offloaded.step == found.choices[0].step
+    of_four = 4 * 2 * (3 * 8192) * 2048 * 2  # layers but the last, the norm's input and output, tokens, hidden, bf16
+    assert offloaded.offloaded == of_four
+    (term,) = (term for term in found.terms if term.startswith("activations offloaded"))
+    assert "0.81 GB a microbatch take 0.015 s to the host and 0.015 s back; 0.000 s" in term and "NVTE_CPU" in term
+    (link,) = links("H200", 5.0, 1)
+    slow = recommend.Recommender(job(FIVE, 1), replace(link, name="H200")).recommend()
+    compute = compute_of(job(FIVE, 1), "H200")
+    crossing = of_four / 5e9
+    added = max(0.0, crossing - compute.forward) + max(0.0, crossing - compute.whole_backward)
+    assert added > 0
+    assert choice(slow, "activations offloaded").step == pytest.approx(slow.choices[0].step + 2 * added)
+
+
+def test_activation_offload_is_not_offered_where_mcores_own_fails():
+    of_job, (link,) = job(f"{FIVE} --layers 8 --pp 2 --vpp 2", 2), links("H200", None, 1)
+    assert not any(OFFLOADED in one.name for one in recommend.Recommender(of_job, link).recommend().choices)
 
 
 def test_ways_are_compared_on_the_same_host():

@@ -34,7 +34,7 @@ from bridge_fgo.tools.arms.process_setup import forget_attention_backend
 from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config
-from bridge_fgo.tools.job.recomputation import KINDS, TURNED_OFF, told
+from bridge_fgo.tools.job.recomputation import TURNED_OFF, kinds, told
 from bridge_fgo.tools.standins import te_shapes
 from bridge_fgo.tools.standins.cuda import without_gpu
 
@@ -133,15 +133,19 @@ def prepare(config: Any, gpus: int) -> str | None:
 
 
 def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | str]]:
-    """Yield the kinds that Bridge does not take as they are, each with what to turn off, or why it is refused."""
+    """Yield the kinds of recomputation and offload that Bridge does not take as they are.
+
+    Each with what to turn off, or why it is refused. Beside activation offload Bridge asks for a variable.
+    """
 
     def refusal(overrides: tuple[str, ...]) -> str:
         try:
-            return " ".join((prepare(overridden(copy.deepcopy(config), overrides), gpus) or "").split())
+            with mock.patch.dict(os.environ, NVTE_CPU_OFFLOAD_V1="1"):
+                return " ".join((prepare(overridden(copy.deepcopy(config), overrides), gpus) or "").split())
         except ValueError as error:  # there is nothing of that name to turn off
             return str(error)
 
-    for name, changes in KINDS.items():
+    for name, changes in kinds(config.model).items():
         kind = told(config.model, changes)
         choices = (tuple(as_named_in(config.model, override) for override in off) for off in TURNED_OFF)
         taken = next((off for off in choices if not refusal(kind + off)), None)

@@ -1,4 +1,4 @@
-"""Kinds of recomputation that `plan --recommend` compares, and what Bridge says of each for a job."""
+"""Kinds of recomputation and activation offload that `plan --recommend` compares, as changes of a job's config."""
 
 from __future__ import annotations
 
@@ -16,14 +16,36 @@ KINDS = {
     "MLP recomputed": OF_ATTENTION | {"recompute_modules": ["mlp"]},
     "all recomputed": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
+OFFLOADED = "activations offloaded"
 OVERLAP_OFF = ("comm_overlap.overlap_moe_expert_parallel_comm=false", "comm_overlap.delay_wgrad_compute=false")
 GRAPHS_OFF = ("model.cuda_graph_impl=none",)
 TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)
 """Overrides that are tried in this order, until Bridge accepts a kind with them."""
 
 
+def kinds(model: Any) -> dict[str, dict[str, Any]]:
+    """Return what changes in a model's config by kind: of those above, and of mcore's activation offload.
+
+    That is of all modules whose offload is counted, beside the config's own recomputation where that is not of whole
+    layers: of what is recomputed nothing is offloaded.
+    """
+    granularity = getattr(model, "recompute_granularity", None)
+    again = {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if granularity == "selective" else set()
+    modules = [] if again & {"core_attn", "mla_up_proj"} else ["core_attn", "attn_proj"]
+    if "layernorm" not in again:
+        modules += [] if getattr(model, "multi_latent_attention", False) else ["qkv_linear"]
+        modules += ["mlp_norm"] if getattr(model, "num_moe_experts", None) else []
+    if getattr(model, "num_moe_experts", None) and model.moe_grouped_gemm and "moe" not in again:
+        modules += ["expert_fc1", *(["moe_act"] if "moe_act" not in again else [])]
+    offload = {"fine_grained_activation_offloading": True, "offload_modules": modules}
+    return KINDS | ({OFFLOADED: (NONE if granularity == "full" else {}) | offload} if modules else {})
+
+
 def told(model: Any, changes: dict[str, Any]) -> tuple[str, ...]:
     """Return what changes in a model's config as overrides of Bridge's config."""
     different = {name: value for name, value in changes.items() if getattr(model, name, None) != value}
-    values = {name: "null" if value is None else str(value).replace("'", "") for name, value in different.items()}
+    values = {
+        name: "null" if value is None else str(value).replace("'", "").replace(" ", "")
+        for name, value in different.items()
+    }
     return tuple(as_named_in(model, f"model.{name}={value}") for name, value in values.items())

@@ -182,15 +182,27 @@ def pinned_bytes(job: Job, stage: int) -> int | None:
     tensor by itself, into a block of PyTorch's allocator, whose sizes are powers of two.
     """
     model: Any = job.config.model
-    if not offload_modules(model):
-        return 0
-    if activation_bytes(job, stage) is None:
+    if offload_modules(model) and activation_bytes(job, stage) is None:
         return None
-    away = {*offload_modules(model)} - recomputed_modules(model)
-    of_layers = [_layer(job, layer.has_experts).copies for layer in layers_of_stage(job, stage)]
-    sizes = [nbytes for copies in of_layers for name in away for nbytes in copies.get(name, ())]
-    blocks = sum(power_of_two_at_least(size) for size in sizes if size >= model.min_offloaded_tensor_size * HALF)
+    blocks = sum(power_of_two_at_least(size) for of_layer in _copies(job, stage) for size in of_layer)
     return blocks * _microbatches_in_flight(job, stage) // chunks_of(model)
+
+
+def copied_bytes(job: Job, stage: int) -> int:
+    """Return the bytes of a microbatch's activations that mcore copies each way, of the modules that are counted.
+
+    The last layer stays on the GPU.
+    """
+    return sum(size for of_layer in _copies(job, stage)[:-1] for size in of_layer)
+
+
+def _copies(job: Job, stage: int) -> list[list[int]]:
+    """Return the bytes of each host copy of each layer's activations on a rank."""
+    model: Any = job.config.model
+    away = {*offload_modules(model)} - recomputed_modules(model)
+    of_layers = [_layer(job, layer.has_experts).copies for layer in (layers_of_stage(job, stage) if away else [])]
+    sizes = ([nbytes for name in away for nbytes in copies.get(name, ())] for copies in of_layers)
+    return [[size for size in each if size >= model.min_offloaded_tensor_size * HALF] for each in sizes]
 
 
 def _vocabulary(job: Job, stage: int) -> int:
@@ -225,6 +237,7 @@ def offload_modules(model: Any) -> list[str]:
 def _offload_is_counted(model: Any) -> bool:
     """Return whether what mcore offloads is known: of the modules that have been measured, and everything of them."""
     known = {"core_attn", "attn_proj", "mlp_norm", "qkv_linear", "expert_fc1", "moe_act"}
+    known -= {"core_attn"} if "mla_up_proj" in recomputed_modules(model) else set()  # the same tensors
     is_whole = model.activation_offload_fraction == 1.0 and not model.delta_offload_bytes_across_pp_ranks
     is_whole = is_whole and model.min_offloaded_tensor_size <= DEFAULT_LEAST_NUMEL
     of_latent = getattr(model, "multi_latent_attention", False) and "qkv_linear" in model.offload_modules

@@ -38,18 +38,30 @@ class Compute:
     """Seconds of one microbatch on the slowest stage's rank, and how many there are.
 
     recomputed: what its backward does again of the forward. steps_of_a_pipeline: microbatches, and as many more as the
-    pipeline's stages wait to fill and drain it.
+    pipeline's stages wait to fill and drain it. out, back: what copies of its activations take of the link.
     """
 
     forward: float
     backward: float
     recomputed: float
     steps_of_a_pipeline: float
+    out: float = 0.0
+    back: float = 0.0
+
+    @property
+    def whole_backward(self) -> float:
+        """Seconds of a microbatch's backward, with what it does again."""
+        return self.backward + self.recomputed
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of copies of activations in a microbatch that neither its forward nor its backward hides."""
+        return max(0.0, self.out - self.forward) + max(0.0, self.back - self.whole_backward)
 
     @property
     def step(self) -> float:
         """Seconds of a step."""
-        return self.steps_of_a_pipeline * (self.forward + self.backward + self.recomputed)
+        return self.steps_of_a_pipeline * (self.forward + self.whole_backward + self.exposed)
 
 
 def compute_of(job: Job, system: str, forward: float | None = None, backward: float | None = None) -> Compute:

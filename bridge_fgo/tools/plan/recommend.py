@@ -12,8 +12,8 @@ from typing import Any
 from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.recomputation import KINDS, told
-from bridge_fgo.tools.plan.activations import chunks_of, is_unfused
+from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
+from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -34,9 +34,9 @@ HYBRID_HOST_BYTES = 16
 class Choice:
     """One way to run the job, and the overrides of Bridge's config that have it run so.
 
-    peak: bytes of the fullest rank. offloaded: bytes that leave the GPU of the rank that offloads the most. step:
-    seconds of a step by the terms. fits: whether the peak is within the system's room. close: see `close_call`. rate:
-    tokens a second of one of the `gpus`.
+    peak: bytes of the fullest rank. offloaded: bytes that leave the GPU of the rank that offloads the most, of states
+    and of a microbatch's activations. step: seconds of a step by the terms. fits: whether the peak is within the
+    system's room. close: see `close_call`. rate: tokens a second of one of the `gpus`.
     """
 
     name: str
@@ -112,11 +112,13 @@ class Recommender:
         if not self._as_it_is.knows_activations:
             raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
         self._in_node = self._as_it_is.links[0].link  # beside the other GPUs of the node
+        self._gpus_of_node = min(link.gpus, job.parallel.gpus)
         self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
 
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
         choices: list[Choice] = []
+        terms = [*self._terms(self._compute(self._job))]
         kinds = self._recomputations()
         answers = {name: self._job.recomputations.get(name, []) for name in kinds}
         refused = {name: why for name, why in answers.items() if isinstance(why, str)}
@@ -124,6 +126,8 @@ class Recommender:
             if name in refused:
                 continue
             job = with_settings(self._job, model=changes)
+            if name in ("as configured", OFFLOADED):
+                terms += self._terms_of_copies(job)
             overrides = (*told(self._job.config.model, changes), *answers.get(name, ()))
             resident = self._resident(name, job, overrides)
             is_as_it_is = not changes
@@ -136,8 +140,8 @@ class Recommender:
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         on_others, fewest = self._on_other_gpus(choices)
         choices += on_others
-        terms = [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
-        return Recommendation(choices, advised, [*self._terms(self._compute(self._job)), *terms], self._room, fewest)
+        terms += [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
+        return Recommendation(choices, advised, terms, self._room, fewest)
 
     def _estimate(
         self, job: Job, everything: bool, compute: Compute | None = None, offload: OffloadConfig | None = None
@@ -148,13 +152,15 @@ class Recommender:
         return make_estimate(job, offload, [self._link], *times, self._activations, self._states)
 
     def _compute(self, job: Job) -> Compute:
-        return compute_of(job, self._link.name, self._forward, self._backward)
+        copied, compute = _copied(job), compute_of(job, self._link.name, self._forward, self._backward)
+        return replace(compute, out=copied / self._in_node.d2h, back=copied / self._in_node.h2d)
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
         estimate = self._estimate(job, everything=True)
         peak, flag = estimate.resident_peak, (FLAG_OFF,) if self._job.flag else ()
-        close = close_call(estimate, self._room, peak)
-        return self._choice(name, (*flag, *overrides), peak, 0, self._compute(job).step, peak <= self._room, close)
+        pinned = max(stage.copies for stage in estimate.stages) * self._gpus_of_node
+        fits, close = peak <= self._room and pinned <= self._of_host, close_call(estimate, self._room, peak)
+        return self._choice(name, (*flag, *overrides), peak, _copied(job), self._compute(job).step, fits, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
@@ -177,10 +183,11 @@ class Recommender:
         self, name: str, job: Job, overrides: tuple[str, ...], offload: OffloadConfig, everything: bool
     ) -> Choice:
         compute = self._compute(job)
-        # Copies hide behind a backward with what it does again.
-        longer = replace(compute, backward=compute.backward + compute.recomputed)
-        estimate = self._estimate(job, everything, longer, offload)
-        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages)
+        # Copies hide behind a backward with what it does again, and get what activations leave of the link.
+        free = compute.forward - compute.out, compute.whole_backward - compute.back
+        beside = replace(compute, forward=max(0.0, free[0]), backward=max(0.0, free[1]))
+        estimate = self._estimate(job, everything, beside, offload)
+        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages) + _copied(job)
         (row,) = estimate.links
         flag = () if self._job.flag else (FLAG_ON,)
         # The config's own fraction and budget are not those of this choice.
@@ -245,13 +252,18 @@ class Recommender:
         return not rest and not microbatches % group and not parallel.stage_ranks % parallel.optimizer_instances
 
     def _recomputations(self) -> dict[str, dict[str, Any]]:
-        """Return kinds of recomputation other than the config's; none where activations are given as they are."""
+        """Return kinds of recomputation, and activation offload, other than the config's own.
+
+        None where activations are given as they are.
+        """
         model = self._job.config.model
         is_of_experts = bool(getattr(model, "num_moe_experts", None))
         unsuited = {"MLP recomputed" if is_of_experts else "experts recomputed"}
         if not is_unfused(model):
             unsuited.add("attention recomputed")
-        suited = {name: kind for name, kind in KINDS.items() if name not in unsuited and told(model, kind)}
+        if chunks_of(model) > 1:
+            unsuited.add(OFFLOADED)  # mcore ends with an error of its own ("Chunk mismatch") in the first step
+        suited = {name: kind for name, kind in kinds(model).items() if name not in unsuited and told(model, kind)}
         return {} if self._activations is not None else suited
 
     def _larger_micro_batch(self) -> Iterator[Choice]:
@@ -276,7 +288,7 @@ class Recommender:
         stages = self._as_it_is.stages
         offloaded = max(stage.states.total for stage in stages)
         updated = offloaded // 12
-        pinned = HYBRID_HOST_BYTES * updated * min(self._link.gpus, self._job.parallel.gpus)
+        pinned = HYBRID_HOST_BYTES * updated * self._gpus_of_node
         peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
         yield self._choice(
             "HybridDeviceOptimizer",
@@ -286,6 +298,17 @@ class Recommender:
             self._compute(self._job).step + self._hybrid_seconds * updated,
             peak <= self._room and pinned <= self._of_host,
         )
+
+    def _terms_of_copies(self, job: Job) -> Iterator[str]:
+        """Yield what the copies of activations take, where there are any."""
+        compute = self._compute(job)
+        if copied := _copied(job):
+            yield (
+                f"activations offloaded: {copied / 1e9:.2f} GB a microbatch take {compute.out:.3f} s to the host and "
+                f"{compute.back:.3f} s back. What its forward and backward do not hide, {compute.exposed:.3f} s, is "
+                "added, and states have less to hide behind (estimated: two jobs on an H200 took up to 3% more). Set "
+                "NVTE_CPU_OFFLOAD_V1=1 in the environment"
+            )
 
     def _terms(self, compute: Compute) -> Iterator[str]:
         rate = SYSTEMS[self._link.name].flops
@@ -310,6 +333,11 @@ class Recommender:
             "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
             "kernels are"
         )
+
+
+def _copied(job: Job) -> int:
+    """Return the bytes of a microbatch's activations that go to the host, of the stage with the most."""
+    return max(copied_bytes(job, stage) for stage in range(job.parallel.pipeline))
 
 
 def on_gpus(job: Job, gpus: int) -> Job:
