@@ -14,6 +14,7 @@ from lanes import in_lanes
 import bridge_fgo
 from bridge_fgo.bridge import session
 from bridge_fgo.config import readable
+from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, DeviceMemory
 from bridge_fgo.states import inner_step
 
 STEPS = 8
@@ -162,6 +163,22 @@ def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(met
         run.train(4)
     said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
     assert len(said) == 1 and said[0].endswith(" planned; mcore has pinned 5.00 GiB on the host for activations")
+
+
+@pytest.mark.parametrize(("budget", "offloads", "counter"), [
+    ("auto", True, ACTIVE), ("auto", False, ALLOCATED), (40.0, True, ALLOCATED), (None, True, ALLOCATED)
+])  # fmt: skip
+def test_auto_finds_out_the_room_beside_activations_whose_copies_out_still_run(
+    meter, monkeypatch, budget, offloads, counter
+):
+    """A budget in GiB is one of allocated bytes."""
+    monkeypatch.setattr(session.Session, "_offloads_activations", offloads)
+    memory = DeviceMemory(whole=2**40, free=2**40, reserved=0, allowed=2**40)
+    monkeypatch.setattr(meter, "device_memory", lambda self: memory)
+    with training(True, replace(WHOLE, gpu_memory_budget_gib=budget)) as run:
+        for _ in range(3):
+            run.step()
+        assert session_of(run).meter.of_intervals == counter
 
 
 class StandInGraphs:

@@ -32,7 +32,7 @@ from bridge_fgo.engines.native import NativeEngine, make_transfers
 from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
-from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
@@ -74,8 +74,12 @@ class Session:
         owner: OptimizerStates | None = None,
     ) -> None:
         self.gradients: Gradients | None = None
+        self.model_config = model_config
         if owner is None:
-            meter = PeakMeter()
+            # mcore frees activations while their copies out may still run. Their memory is no room for states until
+            # then: the allocator would wait for the copies.
+            waits = config.gpu_memory_budget_gib == "auto" and self._offloads_activations
+            meter = PeakMeter(ACTIVE if waits else ALLOCATED)
 
             def make() -> tuple[list[McoreSource], Engine]:
                 sources, engine = _make_engine(optimizer, model_config, config, meter)
@@ -104,7 +108,7 @@ class Session:
             owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
         self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
         """What asked for the offload, for messages."""
-        self.model_config, self.settings, self.engine = model_config, config, engine
+        self.settings, self.engine = config, engine
         self._owner, self.meter = owner, meter
         self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
         self.figures = Figures(engine, mcore_version(), meter, self.gradients)

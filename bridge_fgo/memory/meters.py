@@ -13,6 +13,8 @@ import torch
 from bridge_fgo.memory.guard import Touches
 
 ALLOCATED = "allocated_bytes.all.peak"
+ACTIVE = "active_bytes.all.peak"
+"""Allocated, or freed while a stream that `record_stream` named may still use it: until then nobody else gets it."""
 RESERVED = "reserved_bytes.all.peak"
 
 COMMON_POOL = (0, 0)  # the allocator's pool of whatever no graph has for itself
@@ -32,9 +34,12 @@ class PeakMeter:
 
     Everybody in this package who wants the peak of an interval asks the one meter of the rank, because a reset by one
     would rob the others: the figures of a phase, the schedule's record, and Bridge's own report.
+
+    Intervals are measured by the counter `of_intervals`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_intervals: str = ALLOCATED) -> None:
+        self.of_intervals = of_intervals
         self.run_peaks: dict[str, int] = {}  # highest of each `*.all.peak`: resets must not lower what Bridge reports
         self.reserved_bytes = 0  # highest reservation since this was last set to 0
         self.retries = 0  # how often the allocator had to give back what it caches, for lack of memory
@@ -56,8 +61,8 @@ class PeakMeter:
 
     @property
     def holes(self) -> int:
-        """Bytes that were reserved beside all that was allocated, where both were highest."""
-        return max(0, self.run_peaks.get(RESERVED, 0) - self.run_peaks.get(ALLOCATED, 0))
+        """Bytes that were reserved beside all that was allocated (or active), where both were highest."""
+        return max(0, self.run_peaks.get(RESERVED, 0) - self.run_peaks.get(self.of_intervals, 0))
 
     def device_memory(self) -> DeviceMemory:
         """Return the memory of the current GPU as it is now."""
@@ -77,7 +82,7 @@ class PeakMeter:
         return peak
 
     def end_interval(self) -> int:
-        """Return the peak of allocated bytes since the last call of this method, and what graphs keep."""
+        """Return the peak of allocated (or active) bytes since the last call of this method, and what graphs keep."""
         self._read()
         peak, self._interval = self._interval, 0
         return peak + self.kept_by_graphs
@@ -98,8 +103,8 @@ class PeakMeter:
         torch.cuda.reset_peak_memory_stats()
         self.reserved_bytes = max(peaks.get(RESERVED, 0), self.reserved_bytes)
         self.retries = stats.get("num_alloc_retries", 0)
-        peak = peaks.get(ALLOCATED, 0)
-        self._phase, self._interval = max(peak, self._phase), max(peak, self._interval)
+        self._phase = max(peaks.get(ALLOCATED, 0), self._phase)
+        self._interval = max(peaks.get(self.of_intervals, 0), self._interval)
 
 
 class StepClock:

@@ -197,6 +197,24 @@ def test_with_the_waits_nothing_races(offload, waits, schedule, rows):
         train(offload, schedule, rows)
 
 
+@EVERY
+def test_mcore_copies_more_in_its_first_iteration_alone_which_is_none_that_peaks_are_measured_in(
+    offload, waits, schedule, monkeypatch
+):
+    """States are measured in the second step that updates (`tests/offload/test_measuring.py`), at the earliest."""
+    copied, copies_out = [], offload.module.ChunkOffloadHandler.offload
+
+    def counted(handler, tensor, *args, **kwargs):
+        copied.append(offload.order.iteration)
+        return copies_out(handler, tensor, *args, **kwargs)
+
+    monkeypatch.setattr(offload.module.ChunkOffloadHandler, "offload", counted)
+    with waits():
+        train(offload, schedule, rows=((2,) * 4,) * 5)
+    first, *others = (copied.count(iteration) for iteration in range(1, 6))
+    assert first > others[0] > 0 and len(set(others)) == 1
+
+
 def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(offload, monkeypatch):
     monkeypatch.setattr(activation_offload, "_are_added", False)
     other = SimpleNamespace(optimizer=SimpleNamespace(offload_optimizer_states=False))

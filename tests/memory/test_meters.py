@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bridge_fgo.memory.meters import PeakMeter, block_rounding
+from bridge_fgo.memory.meters import ACTIVE, PeakMeter, block_rounding
 
 MIB = 2**20
 GPU = torch.device("cuda")
@@ -19,9 +19,7 @@ def test_what_graphs_keep_for_their_replays_counts_as_needed(monkeypatch):
     monkeypatch.setattr(PeakMeter, "works", True)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    stats = {"allocated_bytes": {"all": {"peak": 40}}, "oversize_segments": {"peak": 1}, "num_alloc_retries": 0}
-    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    counters(monkeypatch, allocated_bytes=40)
     meter = PeakMeter()
     assert meter.end_interval() == 40
     meter.count_graphs()
@@ -29,6 +27,21 @@ def test_what_graphs_keep_for_their_replays_counts_as_needed(monkeypatch):
     segments.pop(1)
     meter.count_graphs()
     assert meter.end_interval() == 40
+
+
+def counters(monkeypatch, **peaks):
+    """Has the allocator report these peaks."""
+    stats = {name: {"all": {"peak": peak}} for name, peak in peaks.items()}
+    stats |= {"oversize_segments": {"peak": 1}, "num_alloc_retries": 0}
+    monkeypatch.setattr(PeakMeter, "works", True)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+
+
+def test_memory_that_waits_for_a_copy_counts_where_it_is_asked_for_in_no_reported_peak_and_is_no_hole(monkeypatch):
+    counters(monkeypatch, allocated_bytes=40, active_bytes=60, reserved_bytes=70)
+    for meter, needed, holes in ((PeakMeter(), 40, 30), (PeakMeter(ACTIVE), 60, 10)):
+        assert (meter.end_interval(), meter.end_phase(), meter.holes) == (needed, 40, holes)
 
 
 @pytest.fixture
