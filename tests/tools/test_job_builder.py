@@ -115,7 +115,9 @@ def test_what_mcore_cannot_lay_out_is_an_error_with_the_reason():
 def test_a_model_that_offloads_activations_is_built_and_they_are_not_counted():
     job = built_jobs.job("offloads_activations")
     assert job.config.model.cpu_offloading is True
-    assert make_estimate(job, OffloadConfig(), [], None, None).stages[0].activations is None
+    plan = make_estimate(job, OffloadConfig(), [], None, None)
+    assert plan.stages[0].activations is None
+    assert "activations are not counted with model.cpu_offloading=True: peaks" in " ".join(plan.notes)
 
 
 def test_a_layer_wise_optimizer_deals_whole_parameters_out():

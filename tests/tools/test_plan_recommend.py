@@ -242,6 +242,6 @@ def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
 def test_what_cannot_be_told_is_refused_by_name():
     assert "--recommend needs --system" in run("tiny", "--recommend")[1]
     status, output = run("nemotron_3_nano_8gpu", "--system", "H200", "--recommend")
-    assert status == 2 and "--recommend: activations of this kind of model are not counted" in output
+    assert status == 2 and "--recommend: activations are not counted with model.hybrid_" in output
     status, output = run("nemotron_3_nano_8gpu", "--system", "H200", "--recommend", "--activations-gb", "20")
     assert status == 0 and "Recommended: " in output and "recomputed  " not in output

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from bridge_fgo.bridge.compat import as_named_in
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.tools.job.job import Job
 
@@ -117,11 +118,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     together, as their backward begins; last the embedding.
     """
     model: Any = job.config.model
-    if any(getattr(model, name, None) for name in NOT_COUNTED) or getattr(model, "num_layers", None) is None:
-        return None
     layers = layers_of_stage(job, stage)
     granularity, is_block, number = recomputation(model)
-    if not layers or (offload_modules(model) and not _offload_is_counted(model)):
+    if not layers or uncounted(model):
         return None
     whole = [_layer(job, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
@@ -173,6 +172,19 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     for chunk in reversed(range(chunks)):
         last += of_layers(starts[chunk], stops[chunk], behind[chunk])
     return Backward(most, [*last, (whole[0].input, 0)])
+
+
+def uncounted(model: Any) -> str:
+    """Return the setting with which activations are not counted, and its value; "" where they are."""
+    for name in NOT_COUNTED:
+        if value := getattr(model, name, None):
+            return as_named_in(model, f"model.{name}={value!r}")
+    if getattr(model, "num_layers", None) is None:
+        return "model.num_layers=None"
+    if not offload_modules(model) or _offload_is_counted(model):
+        return ""
+    text = f"model.fine_grained_activation_offloading=True and model.offload_modules={model.offload_modules!r}"
+    return as_named_in(model, text)
 
 
 def pinned_bytes(job: Job, stage: int) -> int | None:

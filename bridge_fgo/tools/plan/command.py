@@ -12,7 +12,7 @@ from rich.console import Console
 from bridge_fgo.options import command_line
 from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
-from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.estimate import make_estimate, not_counted
 from bridge_fgo.tools.plan.log import Log
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.phases import plan_phases, print_phases, states_of_plan
@@ -81,7 +81,7 @@ def run(settings: Settings, log: Log | None = None) -> int:
     if settings.check:
         (verdict,) = verdicts(estimate)
         if verdict.outcome is Outcome.unknown:
-            raise ValueError("--check: activations of this kind of model are not counted; give --activations-gb")
+            raise ValueError(f"--check: {not_counted(job.config.model)}; give --activations-gb")
         if not verdict.is_trainable(job.flag):
             return REFUSED
     return REFUSED if job.flag and estimate.refusals and log is None else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from bridge_fgo.bridge.refusals import LAYER_WISE, uses_fsdp
 from bridge_fgo.config import OffloadConfig
@@ -11,7 +12,13 @@ from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_stay
 from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.plan.activations import activation_bytes, offload_modules, pinned_bytes, workspace_bytes
+from bridge_fgo.tools.plan.activations import (
+    activation_bytes,
+    offload_modules,
+    pinned_bytes,
+    uncounted,
+    workspace_bytes,
+)
 from bridge_fgo.tools.plan.gradients import moving_bytes, spared_bytes
 from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
@@ -335,7 +342,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     if activations is not None:
         yield "activations: as --activations-gb says, on each stage"
     elif any(stage.activations is None for stage in stages):
-        yield "activations of this kind of model are not counted: peaks are lower bounds; give --activations-gb"
+        yield f"{not_counted(config.model)}: peaks are lower bounds; give --activations-gb"
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
@@ -361,6 +368,12 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         )
     if getattr(config.dist, "use_tp_pp_dp_mapping", False):
         yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"
+
+
+def not_counted(model: Any) -> str:
+    """Return the sentence that activations are not counted, and because of which setting where it is one."""
+    setting = uncounted(model)
+    return f"activations are not counted {f'with {setting}' if setting else 'for this kind of model'}"
 
 
 def _notes_on_gradients(job: Job, stages: list[StageEstimate], offload: OffloadConfig) -> Iterator[str]:

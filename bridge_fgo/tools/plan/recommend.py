@@ -15,7 +15,7 @@ from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
-from bridge_fgo.tools.plan.estimate import Estimate, make_estimate
+from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link
 from bridge_fgo.tools.plan.verdict import close_call
@@ -110,7 +110,7 @@ class Recommender:
         self._states = states_of_ranks(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
         if not self._as_it_is.knows_activations:
-            raise ValueError("--recommend: activations of this kind of model are not counted; give --activations-gb")
+            raise ValueError(f"--recommend: {not_counted(job.config.model)}; give --activations-gb")
         self._in_node = self._as_it_is.links[0].link  # beside the other GPUs of the node
         self._gpus_of_node = min(link.gpus, job.parallel.gpus)
         self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
