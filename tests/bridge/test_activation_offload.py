@@ -204,9 +204,9 @@ def test_mcore_copies_more_in_its_first_iteration_alone_which_is_none_that_peaks
     """States are measured in the second step that updates (`tests/offload/test_measuring.py`), at the earliest."""
     copied, copies_out = [], offload.module.ChunkOffloadHandler.offload
 
-    def counted(handler, tensor, *args, **kwargs):
+    def counted(handler, src_tensor, *args, **kwargs):
         copied.append(offload.order.iteration)
-        return copies_out(handler, tensor, *args, **kwargs)
+        return copies_out(handler, src_tensor, *args, **kwargs)
 
     monkeypatch.setattr(offload.module.ChunkOffloadHandler, "offload", counted)
     with waits():

@@ -107,7 +107,8 @@ def test_activation_offload_is_offered_with_its_terms_and_costs_what_it_cannot_h
     of_four = 4 * 2 * (3 * 8192) * 2048 * 2  # layers but the last, the norm's input and output, tokens, hidden, bf16
     assert offloaded.offloaded == of_four
     (term,) = (term for term in found.terms if term.startswith("activations offloaded"))
-    assert "0.81 GB a microbatch take 0.015 s to the host and 0.015 s back; 0.000 s" in term and "NVTE_CPU" in term
+    assert "0.81 GB a microbatch take 0.015 s to the host and 0.015 s back. What " in term
+    assert "do not hide, 0.000 s, is added" in term and "NVTE_CPU_OFFLOAD_V1=1" in term
     (link,) = links("H200", 5.0, 1)
     slow = recommend.Recommender(job(FIVE, 1), replace(link, name="H200")).recommend()
     compute = compute_of(job(FIVE, 1), "H200")
@@ -115,6 +116,16 @@ def test_activation_offload_is_offered_with_its_terms_and_costs_what_it_cannot_h
     added = max(0.0, crossing - compute.forward) + max(0.0, crossing - compute.whole_backward)
     assert added > 0
     assert choice(slow, "activations offloaded").step == pytest.approx(slow.choices[0].step + 2 * added)
+
+
+def test_beside_a_configs_own_activation_offload_no_way_is_told_whose_activations_are_not_counted():
+    of_job, (link,) = job(FIVE, 1), links("H200", None, 1)
+    vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear"])
+    found = recommend.Recommender(of_job, link).recommend()
+    assert choice(found, "activations resident").peak == recommendation(FIVE).choices[0].peak > found.choices[0].peak
+    whole = choice(found, "all recomputed")
+    assert whole.peak == choice(recommendation(FIVE), "all recomputed").peak
+    assert "model.fine_grained_activation_offloading=False" in whole.overrides
 
 
 def test_activation_offload_is_not_offered_where_mcores_own_fails():

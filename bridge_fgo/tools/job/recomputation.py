@@ -27,8 +27,11 @@ def kinds(model: Any) -> dict[str, dict[str, Any]]:
     """Return what changes in a model's config by kind: of those above, and of mcore's activation offload.
 
     That is of all modules whose offload is counted, beside the config's own recomputation where that is not of whole
-    layers: of what is recomputed nothing is offloaded.
+    layers: of what is recomputed nothing is offloaded. Where the config has it on, one kind is without it.
     """
+    if getattr(model, "fine_grained_activation_offloading", False):
+        off = {"fine_grained_activation_offloading": False}
+        return KINDS | {"all recomputed": KINDS["all recomputed"] | off, "activations resident": off}
     granularity = getattr(model, "recompute_granularity", None)
     again = {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if granularity == "selective" else set()
     modules = [] if again & {"core_attn", "mla_up_proj"} else ["core_attn", "attn_proj"]

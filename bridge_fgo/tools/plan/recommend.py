@@ -13,7 +13,7 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
-from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused
+from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused, uncounted
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -126,6 +126,8 @@ class Recommender:
             if name in refused:
                 continue
             job = with_settings(self._job, model=changes)
+            if self._activations is None and uncounted(job.config.model):
+                continue
             if name in ("as configured", OFFLOADED):
                 terms += self._terms_of_copies(job)
             overrides = (*told(self._job.config.model, changes), *answers.get(name, ()))
