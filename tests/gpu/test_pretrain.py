@@ -223,8 +223,12 @@ BESIDE_LAYERS = {
     "dense-v1": ("1", MANY_ACTIVATIONS),
 }
 """Which of its two implementations Transformer Engine takes (`NVTE_CPU_OFFLOAD_V1`), options."""
-SCORES = 16 * (4 * 2048) * 2048 * 2
-"""Bytes that one layer's attention keeps of its scores, at least: heads, tokens, tokens of a sequence, bf16."""
+OF_HIDDEN = (4 * 2048) * 1024 * 2
+"""Bytes of a tensor of the hidden size: tokens, hidden size, bf16."""
+LEAVE = {"0": 2 * 2048 * 16 // 1024, "1": 2 * 8}
+"""How many of those leave at least, of two layers. By default the scores (of 16 heads) and more. The first kind
+takes what Transformer Engine's products save: twice a norm's input and output (of which the model's input stays), the
+attention's output, and the 4 times as large input of the last product."""
 
 
 @pytest.mark.gpu
@@ -241,5 +245,5 @@ def test_training_with_cpu_offloading_is_bitwise_equal_to_training_without_and_p
     print(f"\n{case}: {peaks}, released {released} of {both.result['state_bytes']}")
     assert_bitwise_equal(resident, both, steps=30)
     assert comparator.compare(resident, layers).bitwise_equal
-    assert peaks[0] - peaks[1] >= SCORES
+    assert peaks[0] - peaks[1] >= LEAVE[version] * OF_HIDDEN
     assert peaks[1] - peaks[2] >= 0.95 * released > 0.9 * both.result["state_bytes"]
