@@ -194,22 +194,39 @@ def wake_adapters(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     Returns also what came back on this rank though it had not asked.
     """
     seen: dict[str, Any] = {"woke": []}
-    with Rank(CpuOptions(**changes), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
-        for _ in range(job.steps):
-            step(run, seen)
-            if res is None:
-                continue
-            run.model[0].start_param_sync(force_sync=True)
-            before = [p.detach().clone() for p in run.model[0].parameters()]
+    with sleeping(rank, job, changes) as (run, made):
+        for res in after_each_step(run, made, seen):
+            (ddp,) = run.model
+            ddp.start_param_sync(force_sync=True)
+            before = [p.detach().clone() for p in ddp.parameters()]
             res.offload()
             woken = res.reload("params", where=lambda _, param: param.requires_grad and rank == 0)
-            for param, was in zip(run.model[0].parameters(), before, strict=True):
+            for param, was in zip(ddp.parameters(), before, strict=True):
                 assert torch.equal(param.detach(), was) if param.requires_grad else not param.untyped_storage().nbytes()
             seen["woke"].append(woken.woke)
             with res.only("params", where=lambda _, param: not param.requires_grad):
-                here = [bool(param.untyped_storage().nbytes()) for param in run.model[0].parameters()]
-                assert here == [not param.requires_grad for param in run.model[0].parameters()]
+                here = [bool(param.untyped_storage().nbytes()) for param in ddp.parameters()]
+                assert here == [not param.requires_grad for param in ddp.parameters()]
+            res.reload()
+        return gathered(run, seen)
+
+
+def sleep_within(rank: int, job: Job, changes: dict, gib: list[float]) -> dict[str, Any]:
+    """Run as a rank of a training that, where `job.offload` says so, sleeps with a limit of host memory.
+
+    changes: options of the training. gib: the limit that each rank is given.
+
+    Returns also what stays on the GPU in a sleep, and what has host memory.
+    """
+    seen: dict[str, Any] = {}
+    with Rank(CpuOptions(**changes), rank, job) as run:
+        how = {"host_memory_limit_gib": gib[rank]}
+        made = bridge_fgo.Residency(run.model, run.optimizer, CONFIG, **how) if job.offload else None
+        for res in after_each_step(run, made, seen):
+            res.offload()
+            seen["stays"] = res._unhosted
+            seen["taken"] = res._states.host_bytes + sum(slab.host.tensor.numel() for slab in res._weights.slabs)
+            res.reload("params")
             res.reload()
         return gathered(run, seen)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, Literal
 
 import torch
 
 from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
@@ -70,6 +74,12 @@ class Residency:
         optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
         config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
             it says otherwise.
+        host_memory_limit_gib: the most host memory in GiB that a rank takes here, page-locked or not; the least that
+            any rank is given counts. What does not fit stays on the GPU for good: a line on rank 0 and `Moved.stays`
+            say how much. None has no limit but what the host has.
+        frozen_folder: a folder in which frozen parameters are kept in files without names, which are not page-locked
+            and do not count to the limit. The kernel takes their memory back where it is short. Copies from there are
+            slower. None keeps them as all others.
 
     Raises:
         ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
@@ -81,14 +91,33 @@ class Residency:
         model: torch.nn.Module | Sequence[torch.nn.Module],
         optimizer: Any = None,
         config: OffloadConfig | None = None,
+        host_memory_limit_gib: float | None = None,
+        frozen_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
-        self._chunks = on_every_rank(lambda: _accepted(model, config))
+        self._states: OptimizerStates | None = None
+        accepted = told_by_ranks(lambda: (_accepted(model, config), _limit_bytes(host_memory_limit_gib)))
+        self._chunks, limit = accepted[0], min(accepted[1])
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-            self._states = None if optimizer is None else OptimizerStates(optimizer, config)
+            _, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, all_are_frozen=optimizer is None))
+            if frozen_folder is not None and not any(in_files):
+                raise ValueError(
+                    f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen; leave it out"
+                )
+            if optimizer is not None:  # weights first: DDP's buffers free most of the GPU's memory for the host's
+                room = limit - sum(group.host_bytes for group in self._weights.fitting(limit))
+                self._states = OptimizerStates(optimizer, config, host_bytes=room)
             try:
-                on_every_rank(self._find_memory)
+                staying, places = told_by_ranks(lambda: self._lacking(limit))
+                alike = set[Any]().union(*places) - {None}
+                _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
+                if max(map(sum, unhosted)):
+                    params, states = map(readable, max(unhosted, key=sum))
+                    say(
+                        f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
+                        f"state and {params} of parameters (on the rank with most), which stay on the GPU"
+                    )
                 self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
                 hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
                 require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
@@ -99,7 +128,8 @@ class Residency:
                 raise
         _open.add(self)
 
-    def _find_memory(self) -> None:
+    def _find_memory(self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool) -> tuple[None, int]:
+        """Find weights and gradients; return, to be told, the bytes of frozen weights that are kept in files."""
         self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
@@ -107,15 +137,43 @@ class Residency:
         devices += [parameter.device for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._gradients = Gradients(buffers, names)
-        self._weights = Weights(self._chunks, buffers, names, self._device, self._states)
+        self._weights = Weights(self._chunks, buffers, names, self._device)
         self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {
             "params": self._weights,
             "grads": self._gradients,
         }
-        if self._states is not None:
-            self._parts["optimizer"] = self._states
+        return None, 0 if frozen_folder is None else self._weights.keep_in_files(Path(frozen_folder), all_are_frozen)
+
+    def _lacking(self, limit: float) -> tuple[list[WeightGroup], set[Any]]:
+        """Return the weights for which states leave no host memory, and, to be told, their places."""
+        taken = 0 if self._states is None else self._states.host_bytes
+        if taken > limit:
+            raise ValueError(
+                f"Residency(host_memory_limit_gib={limit / 2**30:g}): the engine that is attached to the optimizer has "
+                f"{readable(taken)} of host memory already: raise the limit, or lower OffloadConfig.fraction"
+            )
+        moving = set(self._weights.fitting(limit - taken))
+        staying = [group for group in self._weights.groups if group not in moving]
+        return staying, {group.place for group in staying}
+
+    def _settle(self, limit: float, staying: list[WeightGroup], alike: set[Any]) -> tuple[None, tuple[int, int]]:
+        """Keep weights on the GPU for good; return, to be told, their bytes, and those of states that stay too.
+
+        alike: places of what stays on some rank, and so on all that gather it.
+        """
+        states, weights = self._states, self._weights
+        own = set(staying)
+        weights.keep_here([group for group in weights.groups if group in own or group.place in alike])
+        self._room = limit - sum(group.host_bytes for group in weights.groups)
+        if states is not None:
+            self._room -= states.host_bytes
+            self._parts["optimizer"] = states
+            weights.round_from(states)
+        unhosted = weights.unhosted_bytes, 0 if states is None else states.engine.unhosted_bytes
+        self._unhosted = sum(unhosted)
         self._backwards = Backwards(self._ddps)
         find_aliases(self._weights.slabs + self._gradients.slabs)
+        return None, unhosted
 
     def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
         self._lock(hosts)
@@ -299,7 +357,7 @@ class Residency:
         if tally.moved.caches:
             with tally.part("driver"):
                 return_to_driver(self._device)
-        tally.note_what_stays()
+        tally.note_what_stays(self._unhosted)
         return tally.end()
 
     def reload(self, kinds: Kinds = "all", *more: Kind, where: Where | None = None) -> Moved:
@@ -610,6 +668,13 @@ class Residency:
         if "optimizer" in kinds and self._states is not None:
             self._states.require_whole()
         if "grads" in kinds and grads == "keep":
+            needed = self._gradients.unmapped_bytes
+            if needed > self._room:
+                raise ValueError(
+                    f"offload(grads='keep') takes {readable(needed)} of host memory, and host_memory_limit_gib leaves "
+                    f"{readable(self._room)}: step or zero them before, or give Residency a higher limit"
+                )
+            self._room -= needed
             self._lock(self._gradients.map_hosts())
 
     def _wait_for_collectives(self) -> None:
@@ -630,6 +695,15 @@ def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch
 def _ids(chunks: Sequence[torch.nn.Module]) -> set[int]:
     """Return the `id`s of chunks, of what they wrap, and of their parameters."""
     return {id(each) for chunk in chunks for each in (*wrapped_models(chunk), *chunk.parameters())}
+
+
+def _limit_bytes(gib: float | None) -> float:
+    """Return a limit in bytes, or raise ValueError where it is none."""
+    if gib is None:
+        return math.inf
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not gib > 0:
+        raise ValueError(f"Residency(host_memory_limit_gib={gib!r}): use a number of GiB above 0, or None")
+    return gib * 2**30
 
 
 def _accepted(

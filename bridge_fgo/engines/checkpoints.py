@@ -23,6 +23,8 @@ from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.offload.snapshot import Loading, Snapshot, States, Write
 from bridge_fgo.states.source import Source
 
+COPIES = "a background save gets copies of the states, which takes longer"
+
 
 class CheckpointingEngine(Engine):
     """The part of the native engine that reads and writes states outside of a training step, part by part."""
@@ -32,6 +34,7 @@ class CheckpointingEngine(Engine):
     _transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
     _pins: bool  # whether host memory is page-locked
+    _host_room: float  # bytes of host memory that it may take yet
 
     def __init__(self) -> None:
         self._snapshots: dict[Source, Snapshot] = {}  # of those that are being saved or loaded
@@ -93,6 +96,9 @@ class CheckpointingEngine(Engine):
         self._has_worker = True
         slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
         self._lends = has_files_for_buffers(len(slabs))
+        if sum(slab.nbytes for slab in slabs) > self._host_room:
+            self._lends = False
+            self.warn(f"{COPIES}: the limit of host memory has no room for a second buffer of each")
         if self._lends:
             self._transfers.finish_out()
             for some in batched(slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
@@ -123,7 +129,7 @@ class CheckpointingEngine(Engine):
             for each in self._offloaded.values():
                 for slab in each.slabs:
                     slab.drop_spare()
-            self.warn(f"a background save gets copies of the states, which takes longer: {error}")
+            self.warn(f"{COPIES}: {error}")
             return []
         return buffers
 

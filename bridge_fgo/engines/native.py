@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,13 +32,20 @@ class NativeEngine(CheckpointingEngine):
 
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
     the sizes and dtypes of what the first step makes. ValueError for a budget where GPU memory cannot be measured.
+
+    It takes at most `host_bytes` of host memory: states that do not fit stay on the GPU (`unhosted_bytes`).
     """
 
     name = "native"
     watches_points = True
 
     def __init__(
-        self, sources: Sequence[Source], config: OffloadConfig, meter: PeakMeter, transfers: Transfers | None = None
+        self,
+        sources: Sequence[Source],
+        config: OffloadConfig,
+        meter: PeakMeter,
+        transfers: Transfers | None = None,
+        host_bytes: float = math.inf,
     ) -> None:
         super().__init__()
         budget = config.gpu_memory_budget_gib
@@ -60,11 +68,16 @@ class NativeEngine(CheckpointingEngine):
         remainders = Remainders(device, wanted=bool(config.master_remainders))
         codec_of = copied_whole if config.master_remainders is False else remainders.codec_of
         make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
-        offloaded = [OffloadedSource(source, config, codec_of, make_slab) for source in sources]
+        offloaded: list[OffloadedSource] = []
+        self._host_room = host_bytes
+        for source in sources:
+            offloaded.append(OffloadedSource(source, config, codec_of, make_slab, self._host_room))
+            self._host_room -= sum(slab.nbytes for slab in offloaded[-1].slabs)
         self._offloaded = dict(zip(self.sources, offloaded, strict=True))
         schedule.parts += [part for each in offloaded for part in each.parts]
         self.state_bytes = sum(each.state_bytes for each in offloaded)
         self.planned_bytes = sum(each.planned_bytes for each in offloaded)
+        self.unhosted_bytes = sum(each.unhosted_bytes for each in offloaded)
         schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
         schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()

@@ -14,13 +14,21 @@ MARGIN_OF_STATES = 16  # it is no more than a 16th of the states: of few bytes a
 
 
 class OffloadedSource:
-    """What is offloaded of one source: `codec_of` says how each slab is copied, `make_slab` gives it its memory."""
+    """What is offloaded of one source: `codec_of` says how each slab is copied, `make_slab` gives it its memory.
+
+    It takes at most `host_bytes` of host memory.
+    """
 
     def __init__(
-        self, source: Source, config: OffloadConfig, codec_of: ChooseCodec, make_slab: Callable[[SlabPlace], Slab]
+        self,
+        source: Source,
+        config: OffloadConfig,
+        codec_of: ChooseCodec,
+        make_slab: Callable[[SlabPlace], Slab],
+        host_bytes: float,
     ) -> None:
         everything = source.states()
-        chosen = offloaded_bundles(everything, config)
+        chosen = offloaded_bundles(everything, config, host_bytes)
         target = part_bytes(chosen, config)
         # in the order in which they step
         self.parts = [
@@ -32,6 +40,8 @@ class OffloadedSource:
         self.group_bytes = pipeline_bytes(chosen)  # what the step moves in one go
         self.state_bytes = sum(bundle.nbytes for bundle in everything)  # of all states of the source, offloaded or not
         self.planned_bytes = sum(bundle.nbytes for bundle in chosen)
+        asked = offloaded_bundles(everything, config)
+        self.unhosted_bytes = sum(bundle.nbytes for bundle in asked) - self.planned_bytes  # that `host_bytes` keep here
         self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
         masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
         self.held_through_step = 0 if source.writes_back_by_part else sum(masters)

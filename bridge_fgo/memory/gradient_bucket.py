@@ -110,6 +110,11 @@ class GradientBucket:
         return self._host
 
     @property
+    def has_host(self) -> bool:
+        """Whether its host memory is mapped."""
+        return self._host is not None
+
+    @property
     def pinned_bytes(self) -> int:
         """Pinned host memory."""
         return 0 if self._host is None else self._host.pinned_bytes

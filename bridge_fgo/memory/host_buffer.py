@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.reduction import DupFd, ForkingPickler
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, override
 
 import torch
@@ -67,6 +69,30 @@ class HostBuffer:
         if self.pinned_bytes:
             self._unlock()
             self.pinned_bytes = 0
+
+
+class FileBuffer(HostBuffer):
+    """Host memory that is a file without a name in a folder, and is not page-locked.
+
+    The kernel writes its pages to the disk, and takes them back where memory is short. ValueError where there is no
+    such folder, or no space.
+    """
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        self._folder = folder
+        super().__init__(nbytes)
+
+    @override
+    def _map(self, nbytes: int) -> torch.Tensor:
+        try:
+            with TemporaryFile(dir=self._folder) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)  # to write where the disk is full would end the process
+                return torch.frombuffer(_mapped(file.fileno(), nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise ValueError(
+                f"Residency(frozen_folder={str(self._folder)!r}): a file of {nbytes} bytes could not be made there "
+                f"({error}): name a folder that has room for the frozen parameters of every rank of the node"
+            ) from error
 
 
 def page_lock(buffers: Sequence[HostBuffer]) -> None:

@@ -79,8 +79,12 @@ def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
         slab.members.append(position)
         slab.offsets.append(start)
         slab.nbytes = start + nbytes
-        start = -(-slab.nbytes // ALIGNMENT) * ALIGNMENT
+        start = _aligned(slab.nbytes)
     return layouts
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @lru_cache(maxsize=1024)  # slabs have few sizes, and each is asked for twice a step
@@ -144,13 +148,25 @@ def runs_of(bundles: Sequence[Bundle]) -> list[list[Bundle]]:
     return runs
 
 
-def offloaded_bundles(everything: Sequence[Bundle], config: OffloadConfig) -> list[Bundle]:
-    """Return what the config asks to offload of the states of one source, as bundles of their own."""
+def offloaded_bundles(
+    everything: Sequence[Bundle], config: OffloadConfig, host_bytes: float = math.inf
+) -> list[Bundle]:
+    """Return what the config asks to offload of the states of one source, as bundles of their own.
+
+    What `host_bytes` of host memory do not hold is left out.
+    """
     unwanted = {kind for kind, wanted in (("moment", config.moments), ("master", config.master_weights)) if not wanted}
     asked = [Bundle(b.param, [state for state in b.states if state.kind not in unwanted]) for b in everything]
     runs = runs_of(asked)
-    chosen = select([sum(bundle.nbytes for bundle in run) for run in runs], config.fraction)
-    return [bundle for i in chosen for bundle in runs[i] if bundle.nbytes]
+    chosen: list[Bundle] = []
+    for i in select([sum(bundle.nbytes for bundle in run) for run in runs], config.fraction):
+        states = [state for bundle in runs[i] for state in bundle.states]
+        needed = sum(_aligned(state.nbytes) for state in states if state.home is None)
+        needed += sum(home.nbytes for home in {state.home for state in states} if home is not None)
+        if needed <= host_bytes:
+            host_bytes -= needed
+            chosen += [bundle for bundle in runs[i] if bundle.nbytes]
+    return chosen
 
 
 def pipeline_bytes(chosen: Sequence[Bundle]) -> int:

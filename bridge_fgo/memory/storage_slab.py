@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 
 from bridge_fgo.memory.guard import Guard, empty, fill, own
-from bridge_fgo.memory.host_buffer import HostBuffer
+from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
 
 Range = tuple[int, int]  # first byte of a storage, and the one after the last
@@ -50,6 +51,8 @@ class StorageSlab:
         self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
+        self.folder: Path | None = None
+        """Where `map_host` makes a file; None for anonymous memory."""
         self.host_digests: tuple[int, ...] | None = None  # `byte_sums(parts)` when the host copy was made, if taken
 
     @property
@@ -63,11 +66,19 @@ class StorageSlab:
         return [self._bytes[start:end] for start, end in self.ranges]
 
     def map_host(self) -> list[HostBuffer]:
-        """Map the host memory of the ranges; return the buffer where it is new and not page-locked yet, or nothing."""
+        """Map the host memory of the ranges; return the buffer where it is new and to be page-locked, or nothing."""
         if self.host is not None or not self.copied_nbytes:
+            return []
+        if self.folder is not None:
+            self.host = FileBuffer(self.copied_nbytes, self.folder)
             return []
         self.host = HostBuffer(self.copied_nbytes)
         return [self.host]
+
+    @property
+    def unmapped_bytes(self) -> int:
+        """Bytes of host memory, beside files, that `map_host` would map."""
+        return 0 if self.host is not None or self.folder is not None else self.copied_nbytes
 
     def require_resizable(self) -> None:
         """Raise StillShared where somebody else holds the memory, so that it cannot be emptied."""

@@ -68,6 +68,12 @@ class Gradients(Storages):
     def is_here(self) -> bool:
         return super().is_here or not all(bucket.asleep for bucket in self.buckets)
 
+    @property
+    def unmapped_bytes(self) -> int:
+        """Bytes of host memory that `map_hosts` would map."""
+        buckets = (bucket for bucket in self.buckets if bucket.state is BucketState.HERE and not bucket.has_host)
+        return sum(slab.unmapped_bytes for slab in self.slabs) + sum(bucket.nbytes for bucket in buckets)
+
     def map_hosts(self) -> list[HostBuffer]:
         """Map the host memory that it takes to keep them; return what is new, to be page-locked."""
         full = [bucket for bucket in self.buckets if bucket.state is BucketState.HERE]

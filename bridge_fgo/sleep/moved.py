@@ -52,7 +52,8 @@ class Moved:
     """Bytes of GPU memory of caches and workspaces that were dropped (`sleep.caches`), beside `freed`."""
     stays: dict[str, int] | None = None
     """Bytes of GPU memory that are still taken after a sleep: by tensors ("allocated"), by PyTorch's allocator beside
-    them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes."""
+    them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes. Of "allocated",
+    "unhosted" is what never moves, as the limit of host memory has no room for it."""
     copied_by_kind: dict[str, int] = field(default_factory=dict)
     """`copied` for each of "params", "grads" and "optimizer" that moved."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
@@ -88,14 +89,19 @@ class Tally:
         kinds[kind] = kinds.get(kind, 0) + nbytes
         self.moved.copied += nbytes
 
-    def note_what_stays(self) -> None:
-        """Take the figures of what is still on the GPU; warn where memory that was released is among it."""
+    def note_what_stays(self, unhosted: int = 0) -> None:
+        """Take the figures of what is still on the GPU; warn where memory that was released is among it.
+
+        unhosted: bytes for which the limit of host memory has no room.
+        """
         if not self._is_cuda:
             return
         moved = self.moved
         free, total = torch.cuda.mem_get_info(self._device)
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         moved.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
+        if unhosted:
+            moved.stays["unhosted"] = unhosted
         kept = moved.freed + moved.caches - (self._allocated - allocated)
         if kept > LEAST_KEPT_BYTES:
             warnings.warn(

@@ -112,7 +112,7 @@ def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:
     return sum(states.round_again(source, masters) for source, masters in of_source.items())
 
 
-def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates | None) -> Rounding | None:
+def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates) -> Rounding | None:
     """Return how masters round to the weights of a buffer; None where they do not round to each that a rank owns.
 
     They do not for native fp32 and quantized parameters, and where Transformer Engine keeps them (precision-aware
@@ -121,10 +121,8 @@ def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates | Non
     Args:
         buffer: one of mcore's `_ParamAndGradBuffer`s, with parameters.
         own: the bytes of its storage that this rank owns.
-        states: what moves the masters; None without an optimizer.
+        states: what moves the masters.
     """
-    if states is None:
-        return None
     data = buffer.param_data
     storage, size, begin = data.untyped_storage()._cdata, data.element_size(), data.storage_offset()
     of_buffer = [pair for pair in states.rounded_masters() if pair[2].buffer().untyped_storage()._cdata == storage]

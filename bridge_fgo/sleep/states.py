@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,13 +39,20 @@ class OptimizerStates:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
         config: for an engine of its own; `WHOLE_MASTERS` when None.
         alone: whether other ranks may not make theirs now, and are not asked.
+        host_bytes: the most host memory for an engine of its own; states that do not fit stay on the GPU.
 
     Raises:
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
         RuntimeError: host memory could not be had, on this rank or another.
     """
 
-    def __init__(self, optimizer: Any, config: OffloadConfig | None = None, alone: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        config: OffloadConfig | None = None,
+        alone: bool = False,
+        host_bytes: float = math.inf,
+    ) -> None:
         self.config = config or WHOLE_MASTERS
         self.meter = PeakMeter()
         together: Callable[[Callable[[], Any]], Any] = (lambda act: act()) if alone else on_every_rank
@@ -56,7 +64,7 @@ class OptimizerStates:
         self.sources = [source_of(leaf) for leaf in self.optimizers]
         if attached is None:
             if self.is_owner:
-                attached = together(lambda: NativeEngine(self.sources, self.config, self.meter))
+                attached = together(lambda: NativeEngine(self.sources, self.config, self.meter, host_bytes=host_bytes))
             else:
                 attached = NativeEngine([], WHOLE_MASTERS, self.meter)
         self.engine = attached
@@ -122,6 +130,11 @@ class OptimizerStates:
     def is_here(self) -> bool:
         """Whether any of it is on the GPU."""
         return any(slab.state is not SlabState.RELEASED and slab.exists() for slab in self.engine.slabs)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the engine has for its slabs."""
+        return sum(slab.nbytes for slab in self.engine.slabs)
 
     @property
     def unmade_bytes(self) -> int:

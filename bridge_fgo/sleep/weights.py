@@ -6,6 +6,7 @@ They move in groups, of one storage each: this rank's shard of a DDP buffer, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, override
 
 import torch
@@ -52,7 +53,6 @@ class WeightGroup(Storages):
     Args:
         slabs: their storages; the ranges are what this rank copies.
         gather: all-gathers what this rank does not copy; a collective.
-        rounding: the masters that round to them; None where there are none.
         params: the parameters that lie there.
         place: the same for this group on every rank that `gather` takes part on, and on those for no other; None where
             none but this one does.
@@ -62,12 +62,13 @@ class WeightGroup(Storages):
         self,
         slabs: Iterable[StorageSlab],
         gather: Callable[[], None] = lambda: None,
-        rounding: Rounding | None = None,
         params: Sequence[NamedParam] = (),
         place: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(slabs)
-        self.gather, self.rounding, self.params, self.place = gather, rounding, params, place
+        self.gather, self.params, self.place = gather, params, place
+        self.rounding: Rounding | None = None
+        """The masters that round to them; None where there are none."""
         self.columnwise = ColumnwiseCopies(param for _, param in params)
         self.is_rounded = False
         """Whether masters, as they were offloaded or are here, round to exactly these weights."""
@@ -76,6 +77,16 @@ class WeightGroup(Storages):
         self.is_on_host = False
         """Whether the host has a copy of the weights that are away."""
         let_go_for(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory."""
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the copies, beside files."""
+        return sum(slab.copied_nbytes for slab in self.slabs if slab.folder is None)
 
     def matches(self, where: Where) -> bool:
         """Return whether a predicate holds for its parameters.
@@ -134,7 +145,6 @@ class Weights(Storages):
         buffers: mcore's `_ParamAndGradBuffer`s of them.
         names: of parameters, by their `id`.
         device: the GPU that the model is on.
-        states: what moves the optimizer's state, whose masters may round to the weights; None without an optimizer.
 
     Raises:
         ValueError: a parameter was taken out of DDP's buffer; or one that is in none is of a class with several tensors
@@ -147,26 +157,71 @@ class Weights(Storages):
         buffers: Sequence[Any],
         names: Mapping[int, str],
         device: torch.device,
-        states: OptimizerStates | None,
     ) -> None:
         digest_kernel(device)  # compiled before the first sleep
-        self._chunks, self._device, self._states = chunks, device, states
+        self._chunks, self._device = chunks, device
+        self._states: OptimizerStates | None = None
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
-        self.groups = [buffer_group(buffer, i, names, states) for i, buffer in with_weights]
+        self._of_buffers = {buffer_group(buffer, i, names): buffer for i, buffer in with_weights}
         self._in_buffers = {
             id(param): buffer.param_data.untyped_storage()._cdata
             for _, buffer in with_weights
             for param in buffer.params
         }
         """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
-        others, read = self._make_others(), set[int]() if states is None else states.read_storages()
-        self.read_by_masters = self.groups + [each for each in others if each.slabs[0].storage._cdata in read]
+        self._others = self._make_others()
+        self.groups = [*self._of_buffers, *self._others]
+        """Those that move."""
+        self.read_by_masters: list[WeightGroup] = []
         """The groups that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
-        self.groups += others
+        self._staying: list[WeightGroup] = []
+        """The groups that never move, as there is no host memory for them."""
         self._beside = SideStream(device)
         self.masters_come = False  # whether masters are coming back, and nobody can write them yet
         self._wakes_alone = False
         """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
+
+    def keep_in_files(self, folder: Path, all_are_frozen: bool) -> int:
+        """Have frozen parameters be copied to files of a folder, where they are not page-locked; return their bytes.
+
+        all_are_frozen: whether no optimizer updates those outside of DDP's buffers.
+        """
+        frozen = [g for g in self._others if all_are_frozen or not any(param.requires_grad for _, param in g.params)]
+        for slab in (slab for group in frozen for slab in group.slabs):
+            slab.folder = folder
+        return sum(group.nbytes for group in frozen)
+
+    def fitting(self, host_bytes: float) -> list[WeightGroup]:
+        """Return the groups that have room in so much host memory; first those that free most of the GPU's for it."""
+        found = []
+        for group in sorted(self.groups, key=lambda group: group.host_bytes / max(1, group.nbytes)):
+            if group.host_bytes <= host_bytes:
+                host_bytes -= group.host_bytes
+                found.append(group)
+        return found
+
+    def keep_here(self, groups: Sequence[WeightGroup]) -> None:
+        """Have groups stay on the GPU for good."""
+        staying = set(groups)
+        self._staying, self.groups = [*groups], [group for group in self.groups if group not in staying]
+
+    @property
+    def unhosted_bytes(self) -> int:
+        """Bytes that stay on the GPU for good."""
+        return sum(group.nbytes for group in self._staying)
+
+    def round_from(self, states: OptimizerStates) -> None:
+        """Round weights from an optimizer's masters from now on, and not copy them, where these round to them."""
+        self._states = states
+        for group, buffer in self._of_buffers.items():
+            (slab,) = group.slabs
+            group.rounding = rounding_of(buffer, slab.ranges, states)
+        read = states.read_storages()
+        self.read_by_masters = [
+            group
+            for group in self.groups
+            if group in self._of_buffers or any(slab.storage._cdata in read for slab in group.slabs)
+        ]
 
     def _make_others(self) -> list[WeightGroup]:
         """Return the parameters that have storages of their own: frozen ones, and those of models without DDP."""
@@ -203,6 +258,10 @@ class Weights(Storages):
         return [slab for group in self.groups for slab in group.slabs]
 
     @property
+    def _all_slabs(self) -> list[StorageSlab]:
+        return [slab for group in (*self.groups, *self._staying) for slab in group.slabs]
+
+    @property
     def here(self) -> list[WeightGroup]:
         """The groups on the GPU."""
         return [group for group in self.groups if not group.is_away]
@@ -213,7 +272,7 @@ class Weights(Storages):
         Raises:
             ValueError: a parameter was taken out of DDP's buffer.
         """
-        known = {slab.storage._cdata for slab in self.slabs}
+        known = {slab.storage._cdata for slab in self._all_slabs}
         for name, storage, _ in self._outside_of_buffers():
             if storage not in known:
                 raise RuntimeError(
@@ -406,7 +465,7 @@ class Weights(Storages):
         for group in away:
             if not group.is_on_host:
                 self._round_on_host(group)
-        slabs = {slab.storage._cdata: slab for slab in self.slabs}
+        slabs = {slab.storage._cdata: slab for slab in self._all_slabs}
         found = []
         for name, param in named:
             if param.device != self._device:  # it never moves
@@ -433,7 +492,7 @@ class Weights(Storages):
 
     def close(self) -> None:
         """Release the host memory, and forget the optimizer's states."""
-        for group in self.groups:
+        for group in (*self.groups, *self._staying):
             group.close()
         if self._states is not None:
             self._states.engine.traffic.touches.before_writes.remove(self.masters_may_change)
@@ -447,7 +506,7 @@ def _require_ours(groups: Sequence[WeightGroup]) -> None:
         )
 
 
-def buffer_group(buffer: Any, i: int, names: Mapping[int, str], states: OptimizerStates | None) -> WeightGroup:
+def buffer_group(buffer: Any, i: int, names: Mapping[int, str]) -> WeightGroup:
     """Return the group of a parameter buffer, of which this rank copies its own shard.
 
     Each rank of the buffer's group owns a shard of each bucket. Between an optimizer step and the all-gather that
@@ -457,7 +516,6 @@ def buffer_group(buffer: Any, i: int, names: Mapping[int, str], states: Optimize
         buffer: mcore's, with parameters.
         i: its place among the buffers of the model.
         names: of parameters, by their `id`.
-        states: what moves the masters; None without an optimizer.
     """
     ranks = buffer.data_parallel_group
     ranges = own_ranges(buffer, ranks.size(), ranks.rank())
@@ -472,7 +530,7 @@ def buffer_group(buffer: Any, i: int, names: Mapping[int, str], states: Optimize
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
-    return WeightGroup([slab], gather, rounding_of(buffer, ranges, states), params, place)
+    return WeightGroup([slab], gather, params, place)
 
 
 def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:

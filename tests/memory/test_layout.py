@@ -83,6 +83,16 @@ def test_every_state_asked_for_is_in_one_slab_and_only_masters_are_copied_to_the
         assert [bundle for part in parts for bundle in part.bundles] == chosen
 
 
+@given(limit=st.integers(0, 60_000), fraction=st.sampled_from([0.3, 1.0]))
+def test_what_is_taken_fits_in_the_host_memory_that_is_given_and_what_is_left_out_does_not(limit, fraction):
+    everything, config = bundles(make_distributed_optimizer([1000, 300, 64, 7, 2000])), OffloadConfig(fraction=fraction)
+    chosen, asked = offloaded_bundles(everything, config, limit), offloaded_bundles(everything, config)
+    taken = sum(slab.layout.nbytes for part in lay_out(chosen, 8192) for slab in part.slabs)
+    left = [bundle for bundle in asked if id(bundle.param) not in {id(each.param) for each in chosen}]
+    assert len(chosen) + len(left) == len(asked) and taken <= limit
+    assert all(taken + bundle.nbytes + ALIGNMENT * 3 * len(asked) > limit for bundle in left)
+
+
 @pytest.mark.parametrize(("mib", "sizes"), [(36, [36, 72]), (64, [64, 128]), (65, [65, 65, 65])])
 def test_moments_of_a_large_tensor_are_one_slab_as_far_as_that_is_small(mib, sizes):
     param = torch.empty(mib * MIB // 4, device="meta")

@@ -43,6 +43,12 @@ def test_a_buffer_for_which_one_rank_alone_asks_is_reloaded_on_both_which_the_ot
         assert mine["woke"] == 3 * [[] if rank == 0 else ["params"]]
 
 
+def test_ranks_keep_to_the_least_limit_of_host_memory_that_any_is_given(tmp_path):
+    limits = [1e-3, 2e-4]
+    for mine in run_both(tmp_path, rank_child.sleep_within, changes={"experts": True}, gib=limits)[0]:
+        assert 0 < mine["taken"] <= limits[1] * 2**30 and mine["stays"] > 0
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
     for rank, mine in enumerate(run_both(tmp_path, rank_child.sleep_with_errors, packs=packs)[0]):
