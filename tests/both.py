@@ -154,24 +154,22 @@ def both(script, config=PACKED, **options):
     return returned
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class RunRecord:
     """Steps of a run, the bytes of state that are on the GPU after them, and the most as a forward began."""
 
-    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    steps: tuple[StepRecord, ...] = ()
     state_bytes: int = 0
     peak_forward_backward_bytes: int = 0
 
-
-@dataclasses.dataclass
-class Kept:
-    """What a resident training was after each of its steps."""
-
-    records: list[RunRecord] = dataclasses.field(default_factory=list)
-    bits: list[dict] = dataclasses.field(default_factory=list)
+    def after_a_step(self, run):
+        """Run another step; return the record with it."""
+        steps = (*self.steps, run.step())
+        return RunRecord(steps, run.live_state_bytes(), max(self.peak_forward_backward_bytes, *run.live_bytes))
 
 
-_kept: dict[tuple, Kept] = {}
+_kept: dict[tuple, list[tuple[RunRecord, dict]]] = {}
+"""Of resident trainings, the record and the bits after each step."""
 
 
 def resident(count, adam=None, configured=None, **options):
@@ -183,19 +181,15 @@ def resident(count, adam=None, configured=None, **options):
     # Modules differ in what changes bits: in threads, whose sums are rounded otherwise, and in what they patch.
     module = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
     key = module, torch.get_num_threads(), str((adam, configured)), CpuOptions(**options)
-    kept = _kept.setdefault(key, Kept())
-    if len(kept.records) < count and not (kept.records and kept.records[-1].steps[-1].exit_code is not None):
-        kept = _kept[key] = Kept()
-        peak = 0
+    kept = _kept.get(key, [])
+    if len(kept) < count and not (kept and kept[-1][0].steps[-1].exit_code is not None):
+        kept, record = _kept.setdefault(key, []), RunRecord()
+        kept.clear()
         with training(False, adam=adam, configured=configured, **options) as run:
-            while len(kept.records) < count and not run.exited:
-                done = [*(kept.records[-1].steps if kept.records else []), run.step()]
-                peak = max(peak, *run.live_bytes)
-                record = RunRecord(done, state_bytes=run.live_state_bytes(), peak_forward_backward_bytes=peak)
-                kept.records.append(record)
-                kept.bits.append(bits(run))
-    last = min(count, len(kept.records)) - 1
-    return kept.records[last], kept.bits[last]
+            while len(kept) < count and not run.exited:
+                record = record.after_a_step(run)
+                kept.append((record, bits(run)))
+    return kept[min(count, len(kept)) - 1]
 
 
 @contextlib.contextmanager
@@ -217,10 +211,8 @@ def same_steps(config, count, adam=None, **options):
     record = RunRecord()
     with training(True, config, adam, **options) as run:
         while len(record.steps) < count and not run.exited:
-            record.steps.append(run.step())
-            record.peak_forward_backward_bytes = max(record.peak_forward_backward_bytes, *run.live_bytes)
+            record = record.after_a_step(run)
         stats = bridge_fgo.stats()
         assert numbers(record.steps) == numbers(expected.steps)
         assert bits(run) == end
-        record.state_bytes = run.live_state_bytes()
-    return expected, record, stats
+        return expected, dataclasses.replace(record, state_bytes=run.live_state_bytes()), stats

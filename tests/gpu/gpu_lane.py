@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,15 @@ PACKED = ("--master-remainders",)
 EXPERTS = ("--experts", "4", "--topk", "2")
 
 
-def arm(
-    name: str,
-    folder: Path,
-    *options: str,
-    module: str = ARM,
-    ranks: int = 1,
-    timeout: float = 300,
-    environment: Mapping[str, str] | None = None,
-) -> runner.ArmRun:
+def arm(name: str, folder: Path, *options: str, ranks: int = 1, timeout: float = 300) -> runner.ArmRun:
     """Runs an arm; ends it long before NCCL's ten minutes are over where it hangs.
 
-    Options like "NAME=VALUE" are changes of ``changed_arm``.
+    Options like "NAME=VALUE" are of its environment, and ask for changes of ``changed_arm``.
     """
-    changes = dict(option.split("=", 1) for option in options if re.fullmatch(r"[A-Z_]+=.*", option))
-    if changes:
-        module, environment = "changed_arm", {**(environment or {}), **changes}
-        options = tuple(option for option in options if "=" not in option)
+    environment = dict(option.split("=", 1) for option in options if re.fullmatch(r"[A-Z_]+=.*", option))
+    options = tuple(option for option in options if option.partition("=")[0] not in environment)
+    first, *others = in_debug_mode("changed_arm" if environment else ARM)
     how = {"environment": environment, "launcher": runner.launcher(ranks), "timeout": timeout}
-    first, *others = in_debug_mode(module)
     return runner.run_arm(name, first, [*others, *options], folder, **how)
 
 
@@ -104,10 +94,10 @@ def needs_gpus(count: int) -> None:
         pytest.skip(f"needs {count} GPUs")
 
 
-def saving_arm(name: str, folder: Path, ranks: int, *options: str, module: str = ARM) -> runner.ArmRun:
+def saving_arm(name: str, folder: Path, ranks: int, *options: str) -> runner.ArmRun:
     """Runs an arm of eight steps that saves after the fourth and the eighth where it is told a folder."""
     steps = ("--steps", "8", "--save-interval", "4", "--fully-reshardable")
-    return arm(name, folder, *SMALL, *steps, *options, module=module, ranks=ranks, timeout=240)
+    return arm(name, folder, *SMALL, *steps, *options, ranks=ranks, timeout=240)
 
 
 def assert_same_shards(mine: Path, theirs: Path) -> set[str]:

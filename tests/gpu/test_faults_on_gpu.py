@@ -31,12 +31,11 @@ CASES = [(point, "kill") for point in POINTS] + [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("point", "kind"), CASES, ids=["-".join(case) for case in CASES])
-def test_a_run_that_lost_a_rank_ends_and_resumes_bitwise(resident, tmp_path: Path, monkeypatch, point, kind) -> None:
+def test_a_run_that_lost_a_rank_ends_and_resumes_bitwise(resident, tmp_path: Path, point, kind) -> None:
     kept = tmp_path / "kept"
-    monkeypatch.setenv("FAULT", f"{point},6,{kind},1")
-    options = ("--offload", "on", "--save", str(kept))
+    options = ("--offload", "on", "--save", str(kept), f"FAULT={point},6,{kind},1")
     with pytest.raises(runner.ArmFailed, match="exit status"):
-        saving_arm("failed", tmp_path, 2, *PACKED, *options, module="changed_arm")
+        saving_arm("failed", tmp_path, 2, *PACKED, *options)
     if kind == "fail":
         assert f"RuntimeError: injected: {point}" in (tmp_path / "failed.log").read_text()
     assert newest(kept).name == "iter_0000004"

@@ -62,7 +62,6 @@ def test_training_that_sleeps_between_steps_is_bitwise_a_resident_one(gradients:
         options = (*SMALL, "--steps", "12", "--offload", offload)
         if offload == "off":
             return arm("resident", tmp_path, *options)
-        managed, sleeps = ("--gradients", gradients), {"SLEEP_FROM_STEP": "4"}
-        return arm("sleeping", tmp_path, *options, *managed, module="changed_arm", environment=sleeps)
+        return arm("sleeping", tmp_path, *options, "--gradients", gradients, "SLEEP_FROM_STEP=4")
 
     assert_bitwise_equal(*side_by_side(run), steps=12)

@@ -18,8 +18,7 @@ STEPS = ("--steps", "20")
 def test_what_callbacks_touch_between_steps_is_bitwise_as_resident(tmp_path: Path, options: tuple[str, ...]) -> None:
     def run(name: str, offload: str) -> runner.ArmRun:
         given = [option for option in options if offload == "on" or option not in PACKED]
-        touched = {"TOUCHED": str(tmp_path / f"{name}.touched")}
-        return arm(name, tmp_path, *given, *STEPS, "--offload", offload, module="changed_arm", environment=touched)
+        return arm(name, tmp_path, *given, *STEPS, "--offload", offload, f"TOUCHED={tmp_path / name}.touched")
 
     resident, offloaded = run("resident", "off"), run("offloaded", "on")
     expected, found = (
