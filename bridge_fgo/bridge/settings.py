@@ -75,9 +75,8 @@ def given_settings(optimizer_config: Any) -> dict[str, Any]:
 def settings_of(optimizer_config: Any, installed: OffloadConfig | None = None) -> OffloadConfig:
     """Return the settings in force for an OptimizerConfig: its own, and the installed ones where it sets none.
 
-    Args:
-        optimizer_config: OptimizerConfig, or the section of a saved run config.
-        installed: what else was given, on a command line for example; None for what `install` was given.
+    The config may be the section of a saved one. `installed` is what else was given, on a command line for example;
+    None for what `install` was given.
 
     Raises:
         ValueError: as `given_settings`; a value is refused by OffloadConfig; or both set the same to different values.
