@@ -129,8 +129,7 @@ class _Hosts:
     def __init__(self) -> None:
         self._metas: dict[tuple[int, int], torch.Tensor] = {}
         """By the storage of a state and its first byte there, a tensor like it on the meta device."""
-        self._hosts: dict[int, torch.Tensor] = {}
-        """By the storage of such a tensor, the bytes of the state on the host, uint8."""
+        self._hosts: dict[int, torch.Tensor] = {}  # by that tensor's storage, its state's bytes on the host, uint8
 
     def add(self, shard: torch.Tensor, host: torch.Tensor) -> None:
         """Note what was handed out for a state; nothing where that is the state itself."""

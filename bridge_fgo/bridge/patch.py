@@ -37,8 +37,7 @@ class Patch(ABC):
     name: str  # the binding, for messages
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        """Owners and attributes, each with what `vars(owner)` held, and with what replaced it."""
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, what `vars` held, what replaced it
 
     @abstractmethod
     def check(self, module: ModuleType) -> None:

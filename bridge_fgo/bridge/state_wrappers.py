@@ -172,8 +172,7 @@ def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
 
 # Checkpoints of a DistributedOptimizer.
 
-COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")
-"""Checkpoint formats for which mcore gathers copies of the states; the others take the tensors themselves."""
+COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")  # of these mcore gathers copies; others take tensors
 
 
 @served
@@ -283,8 +282,7 @@ def _is_whole_tensor(value: Any) -> bool:
 
 MASTER = "fp32_param"  # among the states of its parameter: no optimizer's state has that name
 
-MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
-"""Where a state dictionary has the masters, param group by param group; the latter in old checkpoints."""
+MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")  # in a state dictionary, by param group; the latter in old ones
 
 GROUPS = "fp32_from_float16_groups"  # where the optimizer has them
 

@@ -33,9 +33,7 @@ from bridge_fgo.offload.profile import Mark
 
 MANAGED = "_bridge_fgo_gradients"  # attribute of a buffer and of a bucket group: the `Gradients` that has it
 
-MOST_LEAVING = 4
-"""Buckets whose copies out may be under way. DDP closes a bucket at 40 million parameters, 0.16 GB in fp32, so that
-most have a layer or less."""
+MOST_LEAVING = 4  # buckets whose copies out may be under way; most of DDP's, of 0.16 GB, have a layer or less
 
 AHEAD = 1
 """Buckets that are prefetched ahead of the one that a backward needs, and layers before the end of a forward at which

@@ -20,9 +20,7 @@ from bridge_fgo.memory.remainders import Remainders, SlabRemainders
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.source import Source
 
-WATCHED_STEPS = 4
-"""Steps in a row over which the weights are seen unchanged before masters are packed: enough for what writes weights in
-each step or in every fourth."""
+WATCHED_STEPS = 4  # in a row without a change of weights, also by what writes each fourth, before masters are packed
 
 
 class PackedMasters:

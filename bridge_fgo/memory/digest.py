@@ -9,9 +9,7 @@ import torch
 
 from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
 
-CHUNK_WORDS = 2**22
-"""Words of 8 bytes that PyTorch's operators sum at once: 32 MiB, which an H200's L2 cache of 50 MB holds from one
-operator to the next."""
+CHUNK_WORDS = 2**22  # words of 8 bytes that operators sum at once: 32 MiB, which an H200's L2 cache of 50 MB holds
 
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)  # odd 64-bit constants with well-mixed bits
 _FIRST, _SECOND = (factor - 2**64 for factor in _FACTORS)  # the same as Python's integers of a signed word

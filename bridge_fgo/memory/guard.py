@@ -25,8 +25,7 @@ import torch
 
 from bridge_fgo.config import readable
 
-own = torch._C.DisableTorchFunctionSubclass
-"""Context of code that knows where the memory is: nothing that it does on this thread counts as a touch."""
+own = torch._C.DisableTorchFunctionSubclass  # context of code that knows where memory is: nothing in it is a touch
 
 GUARD = "_bridge_fgo_guard"  # attribute of a tensor whose memory is away: what its `Guard` calls, weakly
 

@@ -162,9 +162,7 @@ class Lane:
         self._turn = 0
         self._run = 0  # bytes of the copies that the stream whose turn it is has got one after another
         self._last = self._ends[0]
-        self._is_open = False
-        """Whether that stream has got something since `_last`: a piece that is not its copy's last, or one whose event
-        an error has prevented."""
+        self._is_open = False  # whether that stream has got something since `_last`, and no event after it
         self._copies = 0
         self.awaited = 0  # place of the latest copy that the training stream waits for: and so for all before
 

@@ -79,9 +79,7 @@ class HoldPolicy:
         self.budget_bytes = budget_bytes
         self._room = room
         self.margin_bytes = 0  # the least margin below the limit, a few parts; see `_margin`
-        self.held_through_step = 0
-        """Bytes that cannot leave before the optimizer step is over: masters that are copied to the model at once, and
-        all states of a source whose step is not divided."""
+        self.held_through_step = 0  # bytes of masters that are copied at once, and of states that step undivided
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
         """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
         self.all_can: Callable[[bool], bool] | None = None

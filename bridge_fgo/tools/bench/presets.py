@@ -29,9 +29,7 @@ RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
-CHUNK_NUMEL = 2**25
-"""Elements of a chunk of the step of Megatron-LM #6544, whose states are 0.4 GB: about as much as a part of this
-package's step has."""
+CHUNK_NUMEL = 2**25  # of a chunk of #6544's step, whose states are 0.4 GB: as much as a part of this package's
 NAMES = (
     *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients"),
     *("mcore", "fsdp_resident", "fsdp", "hybrid"),

@@ -23,9 +23,7 @@ from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP
 
-SLOWER = 1.25
-"""A choice, not a measurement: well above what the loop varies by on a quiet host, well below the factor of two between
-a quiet host and a busy one."""
+SLOWER = 1.25  # a choice: well above what a quiet host's loop varies by, well below a busy one's factor of two
 
 
 @dataclass(frozen=True)

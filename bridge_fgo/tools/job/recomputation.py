@@ -19,8 +19,7 @@ KINDS = {
 OFFLOADED = "activations offloaded"
 OVERLAP_OFF = ("comm_overlap.overlap_moe_expert_parallel_comm=false", "comm_overlap.delay_wgrad_compute=false")
 GRAPHS_OFF = ("model.cuda_graph_impl=none",)
-TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)
-"""Overrides that are tried in this order, until Bridge accepts a kind with them."""
+TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)  # tried in this order, until Bridge accepts a kind
 
 
 def kinds(model: Any) -> dict[str, dict[str, Any]]:

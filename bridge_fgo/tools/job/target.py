@@ -16,8 +16,7 @@ import yaml
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import fetch
 
-PACKAGES = ("recipes", "perf_recipes", "diffusion/recipes")
-"""Folders of `megatron.bridge` that are searched, in this order: a name that several have means the first."""
+PACKAGES = ("recipes", "perf_recipes", "diffusion/recipes")  # of `megatron.bridge`; a name means the first that has it
 BINDING = re.compile(r"^(?:def (\w+)\(|(\w+)(?:: [^=\n]+)? = ).*(?:\n(?:[ \t)\]}].*|#.*|)$)*", re.MULTILINE)
 ALIAS = re.compile(r"\b(\w+_config) as (\w+)")
 NOT_CODE = re.compile(r'"""(?:.|\n)*?"""|#.*|.*(?:dataset|tokenizer)\w* ?=.*')
