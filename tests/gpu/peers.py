@@ -13,7 +13,7 @@ repository. It is a checkout of one framework, or has several and the wheel:
 A cycle is a training step, a sleep and a wake. With `--sync` parameters alone wake in between, as for a weight sync,
 and sleep again. "left" is what is on the GPU in a sleep. Arms with precision-aware Adam, fp32 accumulation or frozen
 parameters run at the same time: of those only bytes and bits are told. Ends with status 1 where an arm of ours failed,
-is not bitwise equal to one that never sleeps, or keeps memory.
+is not bitwise equal to one that never sleeps (on each rank, with `--ranks`), or keeps memory.
 """
 
 import argparse
@@ -30,6 +30,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from peers_arm import FILES
+
+from bridge_fgo.tools.arms import runner
 
 HERE = Path(__file__).parent
 ARM = HERE / "peers_arm.py"
@@ -75,7 +77,8 @@ def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:
 def run_arm(kind: str, name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns what an arm prints last; {"error": ...} where it failed."""
     by, _, how = name.partition("+")
-    command = [sys.executable, str(ARM), "--by", by, "--peers", str(options.peers)]
+    launcher = runner.launcher(options.ranks)
+    command = [sys.executable, *launcher, str(ARM), "--by", by, "--peers", str(options.peers)]
     command += ["--with-ours"] * (how == "ours") + ["--sync"] * options.sync
     if kind == "plain":
         command += ["--layers", str(options.layers), "--cycles", str(options.cycles), "--seconds", str(options.seconds)]
@@ -92,13 +95,16 @@ def run_arm(kind: str, name: str, options: argparse.Namespace, folder: Path) -> 
         return {"error": lines[-1][:300]}
     said = [line for line in done.stdout.splitlines() if line.startswith(("bridge_fgo:", "stand-ins:"))]
     print(f"{kind}, {name}: done", *said, sep="\n  ", flush=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("{")))
 
 
 def bits(run: dict[str, Any], never: dict[str, Any]) -> str:
     """Returns whether training went on as if it had never slept."""
-    steps = len(run["losses"])
-    equal = run["losses"] == never["losses"][:steps] and run["sums"] == never["sums_by_step"][steps - 1]
+    steps = len(run["losses"][0])
+    of_never = [
+        (losses[:steps], sums[steps - 1]) for losses, sums in zip(never["losses"], never["sums_by_step"], strict=True)
+    ]
+    equal = [*zip(run["losses"], run["sums"], strict=True)] == of_never
     return "equal" if equal else "differ" if run["moves"] else "DIFFER: weights do not move any more"
 
 
@@ -182,6 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arms", type=names_of(peers), default=peers, help="whose, each with ours and without")
     parser.add_argument("--kinds", type=names_of(("plain", *VARIANTS)), default=("plain", *VARIANTS))
     parser.add_argument("--sync", action="store_true", help="wake the parameters alone in each sleep, and sleep again")
+    parser.add_argument("--ranks", type=int, default=1, help="of data parallelism, each with a GPU; told is rank 0's")
     options = parser.parse_args(arguments)
     wanted = [by for by in PLAIN if by.partition("+")[0] in (*options.arms, "never", "ours")]
     kinds = {kind: [by for by in wanted if kind == "plain" or by in OF_ADAM] for kind in options.kinds}

@@ -34,6 +34,9 @@ FILES = {
 }
 """The files of a framework that are loaded, the one whose class is called last."""
 
+OF_EACH_RANK = ("losses", "sums", "sums_by_step")
+"""What is told of all ranks; the rest is rank 0's."""
+
 Verb = Callable[[], Any]
 """Sleeps, wakes, or wakes the parameters and sleeps again; returns the bytes that crossed the link where it counts."""
 
@@ -277,7 +280,8 @@ def main(arguments: list[str] | None = None) -> None:
     result["pinned"] = [pinned(trainer)]
     began = time.perf_counter()
     for number in range(1, options.cycles + 1):
-        if number > 3 and options.by != "never" and time.perf_counter() - began > options.seconds:
+        late = time.perf_counter() - began > options.seconds and trainer.ranks == 1  # ranks would not end as one
+        if number > 3 and options.by != "never" and late:
             break
         result["losses"].append(trainer.step(number))
         if options.by == "never":
@@ -308,7 +312,10 @@ def main(arguments: list[str] | None = None) -> None:
         result["sums_by_step"].append(trainer.sums())
     result["sums"] = trainer.sums()
     result["moves"] = result["sums"]["params"] != slept  # whether training still changes weights
-    print(json.dumps(result), flush=True)
+    every: list[Any] = [None] * trainer.ranks
+    torch.distributed.all_gather_object(every, {name: result[name] for name in OF_EACH_RANK})
+    if trainer.rank == 0:
+        print(json.dumps(result | {name: [each[name] for each in every] for name in OF_EACH_RANK}), flush=True)
 
 
 if __name__ == "__main__":

@@ -78,9 +78,10 @@ class Trainer:
         from megatron.core.transformer.enums import AttnBackend
         from megatron.core.transformer.module import Float16Module
 
-        store: Any = torch.distributed.HashStore()  # type: ignore[reportPrivateImportUsage]
-        backend = "nccl" if self.is_cuda else "gloo"
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        from bridge_fgo.tools.arms.rl.trainer import join
+
+        join("cuda" if self.is_cuda else "cpu")
+        self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         parallel_state.initialize_model_parallel()
         torch.manual_seed(1)
         tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -129,7 +130,7 @@ class Trainer:
         self.ddp.module.module.set_is_first_microbatch()
         total = 0.0
         for microbatch in range(2):
-            generator = torch.Generator().manual_seed(100 * number + microbatch)
+            generator = torch.Generator().manual_seed(100 * number + microbatch + 10 * self.rank)
             rows, length = self.shape
             row = torch.randint(self.vocab, (rows, length + 1), generator=generator).to(self.device)
             positions = torch.arange(length, device=self.device).expand(rows, length)
