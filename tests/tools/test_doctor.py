@@ -235,11 +235,19 @@ def test_mcores_offloader_copies_masters_whole(config):
     assert seconds("--engine", "mcore") == seconds("--no-master-remainders") > seconds()
 
 
+OFFLOADS_HALF = {
+    "model__fine_grained_activation_offloading": True,
+    "model__offload_modules": ["core_attn"],
+    "model__activation_offload_fraction": 0.5,
+}
+"""Of the activations, whose bytes are not counted."""
+
+
 def test_the_memory_that_is_pinned_is_of_all_that_may_leave(config, four_gpus):
     """Also where activations are not known, and so not what will leave."""
     pinned = {
         told("doctor", config(**changes), "--no-probe", *options)[1]["config"]["pinned_by_rank"]
-        for changes in ({}, {"model__cpu_offloading": True})
+        for changes in ({}, OFFLOADS_HALF)
         for options in ((), ("--gpu-memory-budget-gib", "70"))
     }
     assert len(pinned) == 1 and 0 not in pinned

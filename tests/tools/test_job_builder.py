@@ -112,12 +112,19 @@ def test_what_mcore_cannot_lay_out_is_an_error_with_the_reason():
         make_estimate(job, OffloadConfig(), [], None, None)
 
 
-def test_a_model_that_offloads_activations_is_built_and_they_are_not_counted():
+def test_a_model_that_offloads_the_activations_of_layers_is_built_and_they_are_counted():
     job = built_jobs.job("offloads_activations")
     assert job.config.model.cpu_offloading is True
     plan = make_estimate(job, OffloadConfig(), [], None, None)
-    assert plan.stages[0].activations is None
-    assert "activations are not counted with model.cpu_offloading=True: peaks" in " ".join(plan.notes)
+    assert plan.stages[0].activations is not None
+    assert any("that Transformer Engine offloads are on the host" in note for note in plan.notes)
+    for name, value, told in (
+        ("fp8", "hybrid", "cpu_offloading=True and FP8 or Megatron-FSDP"),
+        ("mtp_num_layers", 1, "mtp_num_layers=1"),
+    ):
+        setattr(job.config.model, name, value)
+        notes = make_estimate(job, OffloadConfig(), [], None, None).notes
+        assert any(note.startswith(f"activations are not counted with model.{told}: peaks are lower") for note in notes)
 
 
 def test_a_layer_wise_optimizer_deals_whole_parameters_out():

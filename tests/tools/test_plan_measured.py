@@ -119,6 +119,26 @@ def test_peaks_with_mcores_activation_offload_are_within_two_percent(name):
         assert activation_bytes(of_job, 0) is None
 
 
+LAYERS_OFFLOADED = {
+    "dense": (MANY_ACTIVATIONS, 6_424_052_736),
+    "experts": (f"{MANY_ACTIVATIONS} --experts 4 --topk 2 --grouped-experts", 10_621_803_008),
+}
+"""Peaks allocated with the states resident and two of four layers offloaded by Transformer Engine."""
+
+
+@pytest.mark.parametrize("name", LAYERS_OFFLOADED)
+def test_peaks_with_layers_that_transformer_engine_offloads_are_within_one_percent(name):
+    options, measured = LAYERS_OFFLOADED[name]
+    of_job = job(f"{options} --cpu-offloading-layers 2", 1)
+    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
+    assert stage.peak(0) == pytest.approx(measured, rel=0.01)
+    of_layers = [activation_bytes(of_job, 0)]
+    for count in (1, 0):
+        of_job.config.model.cpu_offloading_num_layers = count
+        of_layers.append(activation_bytes(of_job, 0))
+    assert of_layers == sorted(of_layers)
+
+
 FOUR = "--layers 4 --hidden 2048 --ffn 4096 --heads 16 --seq 2048 --mbs 4 --gbs 16 --recompute attention --vocab 8192"
 
 

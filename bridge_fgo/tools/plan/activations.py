@@ -8,7 +8,9 @@ in each layer), that of experts and latent attention from traces of twelve more 
 hold it against the peaks of sixteen measured runs.
 
 mcore's activation offload is counted for the modules that were measured: tensors that its contexts save, but for the
-last layer of the first backward, and with the group that is prefetched beside the one whose backward runs.
+last layer of the first backward, and with the group that is prefetched beside the one whose backward runs. Of layers
+that Transformer Engine offloads (its default implementation) nothing stays but tensors that are not contiguous, as in
+two runs with unfused attention: halves of a gate's input, and queries, keys and values.
 
 Not counted: the transport buffers of token dispatchers, communication buffers, quantized copies of FP8 training
 (its activations are counted as 16-bit), CUDA graphs.
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bridge_fgo.bridge.compat import as_named_in
+from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.tools.job.job import Job
 
@@ -49,7 +52,6 @@ NOT_COUNTED = (
     "hybrid_layer_pattern",
     "mtp_num_layers",
     "experimental_attention_variant",
-    "cpu_offloading",
 )
 
 
@@ -61,7 +63,8 @@ class LayerBytes:
     attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
     selective recomputation of a module spares, by its name in `recompute_modules`; offloaded: what mcore's activation
     offload of a module has on the host in place of the GPU, by its name in `offload_modules`; copies: each host tensor
-    of it, of which one that two operations save has two.
+    of it, of which one that two operations save has two. not_contiguous: tensors that Transformer Engine's offload of
+    whole layers leaves on the GPU.
     """
 
     input: int
@@ -73,6 +76,7 @@ class LayerBytes:
     spared: Mapping[str, int]
     offloaded: Mapping[str, int]
     copies: Mapping[str, tuple[int, ...]]
+    not_contiguous: int
 
     @property
     def kept(self) -> int:
@@ -120,7 +124,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     model: Any = job.config.model
     layers = layers_of_stage(job, stage)
     granularity, is_block, number = recomputation(model)
-    if not layers or uncounted(model):
+    if not layers or uncounted(job.config):
         return None
     whole = [_layer(job, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
@@ -139,6 +143,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
             # mcore does not offload what is recomputed: neither is on the GPU.
             away[index] = sum(of_layer.offloaded.get(name, 0) for name in {*offload_modules(model)} - again)
             kept[index] -= away[index]
+            if index < offloaded_layers(model):
+                # The model's input is referred to until its forward ends.
+                kept[index] = of_layer.not_contiguous + (of_layer.input if index == 0 else 0)
 
     def of_layers(start: int, stop: int, behind: int) -> Course:
         """Return what a chunk's layers have, beside the bytes of what runs backward after them."""
@@ -148,6 +155,9 @@ def backward_of(job: Job, stage: int) -> Backward | None:
             # Those that are recomputed together, whole again, as their backward begins.
             back = sum(layer.kept for layer in whole[first:end]) - sum(kept[first:end])
             back += away[first - 1] if first > start else 0  # prefetched for the next backward
+            # As many layers come back beside it as those behind it that are gone.
+            ahead = range(max(0, first - len(whole) + offloaded_layers(model) + 1), min(first, offloaded_layers(model)))
+            back += sum(whole[index].kept - kept[index] for index in ahead)
             transient = max(whole[end - 1].mlp_transient, whole[end - 1].attention_transient - whole[end - 1].mlp)
             found.append((behind + sum(kept[start:end]) + back + transient, layers[first].first))
         return found
@@ -174,13 +184,17 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     return Backward(most, [*last, (whole[0].input, 0)])
 
 
-def uncounted(model: Any) -> str:
+def uncounted(config: Any) -> str:
     """Return the setting with which activations are not counted, and its value; "" where they are."""
+    model = config.model
     for name in NOT_COUNTED:
         if value := getattr(model, name, None):
             return as_named_in(model, f"model.{name}={value!r}")
     if getattr(model, "num_layers", None) is None:
         return "model.num_layers=None"
+    # The layers that these offload were not held against runs, and planned peaks were above what such recipes run on.
+    if offloaded_layers(model) and (getattr(model, "fp8", None) or uses_fsdp(config)):
+        return as_named_in(model, "model.cpu_offloading=True and FP8 or Megatron-FSDP")
     if not offload_modules(model) or _offload_is_counted(model):
         return ""
     text = f"model.fine_grained_activation_offloading=True and model.offload_modules={model.offload_modules!r}"
@@ -201,10 +215,13 @@ def pinned_bytes(job: Job, stage: int) -> int | None:
 
 
 def copied_bytes(job: Job, stage: int) -> int:
-    """Return the bytes of a microbatch's activations that mcore copies each way, of the modules that are counted.
+    """Return the bytes of a microbatch's activations that are copied each way.
 
-    The last layer stays on the GPU.
+    Those of modules that mcore offloads, of all layers but the last; or of layers that Transformer Engine offloads.
     """
+    if count := offloaded_layers(job.config.model):
+        of_layers = [_layer(job, layer.has_experts) for layer in layers_of_stage(job, stage)[:count]]
+        return sum(of_layer.kept - of_layer.not_contiguous for of_layer in of_layers)
     return sum(size for of_layer in _copies(job, stage)[:-1] for size in of_layer)
 
 
@@ -244,6 +261,12 @@ def recomputation(model: Any) -> tuple[str | None, bool, int]:
 def offload_modules(model: Any) -> list[str]:
     """Return the modules whose activations mcore offloads."""
     return model.offload_modules if getattr(model, "fine_grained_activation_offloading", False) else []
+
+
+def offloaded_layers(model: Any) -> int:
+    """Return how many of a model's layers, from the first on, have their activations offloaded whole."""
+    is_on = getattr(model, "cpu_offloading", False) and model.cpu_offloading_activations
+    return model.cpu_offloading_num_layers if is_on else 0
 
 
 def _offload_is_counted(model: Any) -> bool:
@@ -328,6 +351,7 @@ def _layer(job: Job, has_experts: bool) -> LayerBytes:
         spared=spared,
         offloaded=offloaded,
         copies=copies,
+        not_contiguous=mlp.halves + (sum(attention.core[:3]) if is_unfused(model) else 0),
     )
 
 
@@ -379,20 +403,23 @@ class MLPBytes(NamedTuple):
     """Bytes of an MLP, or of a layer's experts.
 
     kept: for the backward; transient: what the backward needs beside; activation: of what is kept, what the activation
-    function makes.
+    function makes; halves: of what is kept, the input of a gate that is saved as two halves of a tensor.
     """
 
     kept: int
     transient: int
     activation: int
+    halves: int
 
 
 def _mlp(model: Any, tokens: int, size: int, ranks: int) -> MLPBytes:
     one = tokens * size * HALF // ranks
     if not model.gated_linear_unit:
-        return MLPBytes(2 * one, 2 * one, one)
+        return MLPBytes(2 * one, 2 * one, one, 0)
     # Not fused: the activation's output and the other half, shifted, are tensors of their own.
-    return MLPBytes((3 if _is_fused(model) else 5) * one, 3 * one, (1 if _is_fused(model) else 3) * one)
+    if _is_fused(model):
+        return MLPBytes(3 * one, 3 * one, one, 0)
+    return MLPBytes(5 * one, 3 * one, 3 * one, 2 * one)
 
 
 def _is_fused(model: Any) -> bool:
@@ -409,7 +436,7 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
     size = model.moe_ffn_hidden_size or model.ffn_hidden_size
-    kept, transient, activation = _mlp(model, routed, size, ranks)
+    kept, transient, activation, halves = _mlp(model, routed, size, ranks)
     one = routed * size * HALF // ranks
     if not _is_fused(model):  # the product with the router's probabilities is a tensor of its own
         kept, activation = kept + one, activation + one
@@ -417,12 +444,14 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
     # The experts' input; their output too, where PyTorch's own indexing puts tokens back in order.
     permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
-    of_shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor).kept
+    shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
     # The activation's input, and all that it makes but its output.
     fc1, act = routed * model.hidden_size * HALF // share, (kept - one) // share
     of_modules = {"expert_fc1": fc1, "moe_act": act}
     # Fused, the activation saves its input alone; else each of its operations saves a tensor, of a gate's input a half.
     each = (act,) if _is_fused(model) else (one // share,) * (4 if model.gated_linear_unit else 2)
     copies = {"expert_fc1": (fc1,), "moe_act": each}
-    of_all = MLPBytes(kept // share + permuted + of_shared, transient // share, activation // share)
-    return of_all, of_shared, of_modules, copies
+    of_all = MLPBytes(
+        kept // share + permuted + shared.kept, transient // share, activation // share, halves // share + shared.halves
+    )
+    return of_all, shared.kept, of_modules, copies

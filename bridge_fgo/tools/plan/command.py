@@ -81,7 +81,7 @@ def run(settings: Settings, log: Log | None = None) -> int:
     if settings.check:
         (verdict,) = verdicts(estimate)
         if verdict.outcome is Outcome.unknown:
-            raise ValueError(f"--check: {not_counted(job.config.model)}; give --activations-gb")
+            raise ValueError(f"--check: {not_counted(job.config)}; give --activations-gb")
         if not verdict.is_trainable(job.flag):
             return REFUSED
     return REFUSED if job.flag and estimate.refusals and log is None else 0

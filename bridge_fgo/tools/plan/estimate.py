@@ -14,7 +14,9 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import (
     activation_bytes,
+    is_unfused,
     offload_modules,
+    offloaded_layers,
     pinned_bytes,
     uncounted,
     workspace_bytes,
@@ -342,7 +344,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     if activations is not None:
         yield "activations: as --activations-gb says, on each stage"
     elif any(stage.activations is None for stage in stages):
-        yield f"{not_counted(config.model)}: peaks are lower bounds; give --activations-gb"
+        yield f"{not_counted(config)}: peaks are lower bounds; give --activations-gb"
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
@@ -350,6 +352,12 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         pinned = max(stage.copies for stage in stages) / 1e9
         figure = f"{pinned:.2f} GB a rank" if pinned else "bytes that are not known"
         yield f"activations: mcore offloads some, and pins {figure} for them in its first iteration"
+    if activations is None and offloaded_layers(config.model):
+        tried = "" if is_unfused(config.model) else f", with fused attention {UNTRIED}"
+        yield (
+            "activations: those of layers that Transformer Engine offloads are on the host, but with "
+            f"NVTE_CPU_OFFLOAD_V1=1 less of them{tried}; what it pins there is not counted"
+        )
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
     if uses_fsdp(config):
@@ -370,9 +378,9 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"
 
 
-def not_counted(model: Any) -> str:
+def not_counted(config: Any) -> str:
     """Return the sentence that activations are not counted, and because of which setting where it is one."""
-    setting = uncounted(model)
+    setting = uncounted(config)
     return f"activations are not counted {f'with {setting}' if setting else 'for this kind of model'}"
 
 

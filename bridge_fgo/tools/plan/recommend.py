@@ -110,7 +110,7 @@ class Recommender:
         self._states = states_of_ranks(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
         if not self._as_it_is.knows_activations:
-            raise ValueError(f"--recommend: {not_counted(job.config.model)}; give --activations-gb")
+            raise ValueError(f"--recommend: {not_counted(job.config)}; give --activations-gb")
         self._in_node = self._as_it_is.links[0].link  # beside the other GPUs of the node
         self._gpus_of_node = min(link.gpus, job.parallel.gpus)
         self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
@@ -126,7 +126,7 @@ class Recommender:
             if name in refused:
                 continue
             job = with_settings(self._job, model=changes)
-            if self._activations is None and uncounted(job.config.model):
+            if self._activations is None and uncounted(job.config):
                 continue
             if name in ("as configured", OFFLOADED):
                 terms += self._terms_of_copies(job)
