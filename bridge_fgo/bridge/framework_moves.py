@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
@@ -115,7 +117,12 @@ def _residency(move: Move, make: bool) -> Residency | None:
     if found is not None or not make:
         return found
     try:
-        made = Residency(chunks, optimizer)
+        made = Residency(
+            chunks,
+            optimizer,
+            host_memory_limit_gib=host_memory_limit_gib(),
+            frozen_folder=os.environ.get(FOLDER) if _has_frozen(chunks) else None,
+        )
     except ValueError as error:
         if _refused.get(chunks[0]) != str(error):
             say(f"a {type(chunks[0]).__name__} stays with the framework's own functions: {error}")
@@ -124,6 +131,15 @@ def _residency(move: Move, make: bool) -> Residency | None:
     made.serve_states()
     _made.add(made)
     return made
+
+
+def _has_frozen(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether a model has parameters that no optimizer updates; of one without DDP none are."""
+    return not _has_ddp(chunks) or not all(param.requires_grad for chunk in chunks for param in chunk.parameters())
+
+
+def _has_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
+    return any(hasattr(chunk, "expert_parallel_buffers") for chunk in chunks)
 
 
 def _chunks(model: Any) -> list[torch.nn.Module]:
@@ -162,7 +178,7 @@ def _verl_offload_model(_: Any, models: Any) -> Move:
 
 def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
     # verl's own leaves frozen parameters of DDP's models alone, and loads other models whole.
-    is_whole = load_frozen_params or not any(hasattr(chunk, "expert_parallel_buffers") for chunk in _chunks(models))
+    is_whole = load_frozen_params or not _has_ddp(_chunks(models))
     where = None if is_whole else lambda _, param: param.requires_grad
     return Move(False, _kinds(params=True, grads=load_grad), models, where=where)
 

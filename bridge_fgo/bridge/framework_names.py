@@ -8,6 +8,9 @@ from collections.abc import Iterable
 VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 """Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
 
+LIMIT, FOLDER = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER"
+"""Environment variables that stand for `host_memory_limit_gib` and `frozen_folder` of each `Residency` that is made."""
+
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
 SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
 NEMO_RL = (
@@ -22,11 +25,24 @@ FRAMEWORKS: dict[str, tuple[str, ...]] = {"verl": VERL, "skyrl": SKYRL, "nemo_rl
 MODULES = tuple(module for modules in FRAMEWORKS.values() for module in modules)
 
 
+def host_memory_limit_gib() -> float | None:
+    """Return the limit that the environment has, None where it has none, or raise ValueError."""
+    if not (given := os.environ.get(LIMIT, "")):
+        return None
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise ValueError(f"the environment variable {LIMIT}={given!r}: use a number of GiB above 0, or leave it out")
+    return limit
+
+
 def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the names that are asked for: by "auto" all, by None those of the environment variable.
 
     Raises:
-        ValueError: a name is none of these.
+        ValueError: a name is none of these, or the limit of host memory in the environment is no number above 0.
     """
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
@@ -37,4 +53,6 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
             raise ValueError(
                 f"{setting}: there is no framework {name!r}; use 'auto' or any of {', '.join(map(repr, FRAMEWORKS))}"
             )
+    if names:
+        host_memory_limit_gib()
     return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))

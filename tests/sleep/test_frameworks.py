@@ -337,6 +337,32 @@ def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkey
 
 
 @ALL
+@pytest.mark.parametrize("changes", [{}, {"frozen": True}], ids=["all trained", "most frozen"])
+def test_the_environment_limits_host_memory_and_keeps_frozen_parameters_in_files(
+    modules, sleeper, monkeypatch, tmp_path, cycle, changes
+):
+    monkeypatch.setenv(framework_names.LIMIT, "1e-9")
+    monkeypatch.setenv(framework_names.FOLDER, str(tmp_path))
+    with bridge_fgo.install(frameworks="auto"):
+        me = sleeper(1, **changes)
+        _, sleep, wake = cycle(me.training)
+        sleep()
+        me._res = bridge_fgo.Residency.of(me.training.model)
+        here = {p.requires_grad for p in me.ddp.parameters() if p.untyped_storage().nbytes()}
+        assert here == {True} and me.states_bytes() > 0
+        wake()
+        me.train()
+    me.assert_as_resident()
+
+
+def test_a_limit_in_the_environment_that_is_no_number_is_an_error_once_a_framework_is_asked_for(modules, monkeypatch):
+    monkeypatch.setenv(framework_names.LIMIT, "64 GiB")
+    bridge_fgo.install().uninstall()
+    with pytest.raises(ValueError, match="BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB='64 GiB': use a number of GiB above 0"):
+        bridge_fgo.install(frameworks="verl")
+
+
+@ALL
 def test_what_a_residency_refuses_stays_with_the_framework_and_a_line_says_why(modules, sleeper, capsys, cycle):
     bridge_fgo.install(frameworks="auto")
     me = sleeper(0)

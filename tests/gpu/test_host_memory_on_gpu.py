@@ -1,0 +1,49 @@
+"""Host memory of sleeps on a GPU: frozen parameters sleep in files, and what a limit has no room for stays.
+
+    pytest -m gpu -s tests/gpu/test_host_memory_on_gpu.py
+
+Seconds of files are printed beside those of pinned memory.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_lane import LEAST_RETURNED, NEEDS_CUDA
+
+import bridge_fgo
+
+pytestmark = NEEDS_CUDA
+
+LAYERS, LAYER_BYTES = 16, 2 * 8192 * 4096
+
+
+def model() -> torch.nn.Module:
+    """Returns frozen layers of 64 MiB each in bf16."""
+    layers = [torch.nn.Linear(8192, 4096, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
+    return torch.nn.ModuleList(layers).requires_grad_(False)
+
+
+@pytest.mark.parametrize("in_files", [False, True], ids=["pinned", "files"])
+def test_frozen_parameters_in_files_are_not_page_locked_and_wake_bitwise(tmp_path: Path, in_files: bool) -> None:
+    frozen, nbytes = model(), LAYERS * LAYER_BYTES
+    before = [param.detach().cpu() for param in frozen.parameters()]
+    res = bridge_fgo.Residency(frozen, frozen_folder=tmp_path if in_files else None)
+    assert res.pinned_bytes == (0 if in_files else nbytes)
+    for cycle in range(3):
+        asleep, awake = res.offload(), res.reload()
+        assert asleep.freed == nbytes and asleep.returned >= LEAST_RETURNED * nbytes
+        assert (asleep.copied, awake.copied) == (0 if cycle else nbytes, nbytes)
+        assert all(torch.equal(param.cpu(), was) for param, was in zip(frozen.parameters(), before, strict=True))
+        print(
+            f"{'files' if in_files else 'pinned'}: {nbytes} B, {asleep.seconds:.3f} s out, {awake.seconds:.3f} s back"
+        )
+    res.close()
+
+
+def test_what_a_limit_has_no_room_for_stays_and_is_counted() -> None:
+    res = bridge_fgo.Residency(model(), host_memory_limit_gib=3.5 * LAYER_BYTES / 2**30)
+    asleep = res.offload()
+    assert asleep.freed == res.pinned_bytes == 3 * LAYER_BYTES and asleep.stays is not None
+    assert asleep.stays["unhosted"] == (LAYERS - 3) * LAYER_BYTES <= asleep.stays["allocated"]
+    res.close()
