@@ -136,11 +136,12 @@ class CpuTraining:
         self.steps += 1
         self._forwards = 0
         self.live_bytes = []
-        with self._grad_norm_threshold():
-            outcome = bridge_train.train_step(
-                self._forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.state, self.groups,
-                self._schedule, self._p2p,
-            )  # fmt: skip
+        skips_any_norm = self.steps in self.options.grad_norm_skip_steps
+        self.optimizer.config.grad_norm_skip_threshold = 0.0 if skips_any_norm else math.inf
+        outcome = bridge_train.train_step(
+            self._forward_step, self._batches, self.model, self.optimizer, self.scheduler, self.state, self.groups,
+            self._schedule, self._p2p,
+        )  # fmt: skip
         losses, skipped, should_checkpoint, self.exited, exit_code, grad_norm, *_ = outcome
         self.state.train_state.step += 1
         return StepRecord(
@@ -156,17 +157,6 @@ class CpuTraining:
     def train(self, count: int) -> list[StepRecord]:
         """Run so many training steps."""
         return [self.step() for _ in range(count)]
-
-    @contextlib.contextmanager
-    def _grad_norm_threshold(self) -> Iterator[None]:
-        """Lower the optimizer's threshold below any gradient's norm, in the steps that ask for it."""
-        config, before = self.optimizer.config, self.optimizer.config.grad_norm_skip_threshold
-        if self.steps in self.options.grad_norm_skip_steps:
-            config.grad_norm_skip_threshold = 0.0
-        try:
-            yield
-        finally:
-            config.grad_norm_skip_threshold = before
 
     def _forward_step(self, data_iterator: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> Any:
         """Bridge's forward step: (output, loss function).
