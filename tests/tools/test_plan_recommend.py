@@ -128,6 +128,14 @@ def test_beside_a_configs_own_activation_offload_no_way_is_told_whose_activation
     assert "model.fine_grained_activation_offloading=False" in whole.overrides
 
 
+def test_layers_that_transformer_engine_offloads_have_their_terms_too():
+    options = "--layers 4 --hidden 1024 --heads 16 --seq 2048 --mbs 4 --gbs 16"
+    found = recommendation(f"{options} --cpu-offloading-layers 2")
+    (term,) = (term for term in found.terms if term.startswith("activations offloaded"))
+    assert term.startswith("activations offloaded: 1.64 GB a microbatch") and "NVTE_CPU" not in term
+    assert found.choices[0].step > recommendation(options).choices[0].step, "the link takes longer than the forward"
+
+
 def test_activation_offload_is_not_offered_where_mcores_own_fails():
     of_job, (link,) = job(f"{FIVE} --layers 8 --pp 2 --vpp 2", 2), links("H200", None, 1)
     assert not any(OFFLOADED in one.name for one in recommend.Recommender(of_job, link).recommend().choices)

@@ -13,7 +13,7 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
-from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused, uncounted
+from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused, offload_modules, uncounted
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -304,12 +304,12 @@ class Recommender:
     def _terms_of_copies(self, job: Job) -> Iterator[str]:
         """Yield what the copies of activations take, where there are any."""
         compute = self._compute(job)
+        asked = ". Set NVTE_CPU_OFFLOAD_V1=1 in the environment" if offload_modules(job.config.model) else ""
         if copied := _copied(job):
             yield (
                 f"activations offloaded: {copied / 1e9:.2f} GB a microbatch take {compute.out:.3f} s to the host and "
                 f"{compute.back:.3f} s back. What its forward and backward do not hide, {compute.exposed:.3f} s, is "
-                "added, and states have less to hide behind (estimated: two jobs on an H200 took up to 3% more). Set "
-                "NVTE_CPU_OFFLOAD_V1=1 in the environment"
+                f"added, and states have less to hide behind (estimated: two jobs on an H200 took up to 3% more){asked}"
             )
 
     def _terms(self, compute: Compute) -> Iterator[str]:
