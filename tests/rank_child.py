@@ -359,3 +359,30 @@ def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:
         engine.to("cuda")
         run.step()
         return seen
+
+
+def train_and_swap(rank: int, job: Job, changes: dict) -> dict[str, Any]:
+    """As `train_and_sleep`, and swaps its first weights in after each step; returns also the bytes that crossed.
+
+    Then a block fails, and a wake brings what it has left away.
+    """
+    seen: dict[str, Any] = {"swapped": []}
+    with sleeping(rank, job, changes) as (run, made):
+        first: list[torch.Tensor] = []
+        for res in after_each_step(run, made, seen):
+            ddp = run.model[0]
+            if not first:
+                ddp.start_param_sync(force_sync=True)
+                first = [param.detach().clone() for param in ddp.parameters()]
+                res.keep("first")
+            for away in ((), ("params", "optimizer")):
+                res.offload(away)
+                with res.weights("first") as moved:
+                    assert all(map(torch.equal, ddp.parameters(), first))
+                seen["swapped"].append(moved.copied)
+            res.reload()
+            with contextlib.suppress(ZeroDivisionError), res.weights("first"):
+                _ = 1 / 0
+            res.reload()
+            assert not res.away
+        return gathered(run, seen)

@@ -20,7 +20,7 @@ from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
-from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.sleep.caches import Caches
@@ -37,8 +37,9 @@ from bridge_fgo.sleep.moved import (
     wait_for_a_while,
     wait_for_gpu,
 )
-from bridge_fgo.sleep.refusals import ddp_of, refuse_models
+from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
 from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where
 
 PARAMS = frozenset[Kind](("params",))
@@ -178,6 +179,7 @@ class Residency:
     def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
         self._lock(hosts)
         self._caches = Caches(self._chunks, self._device)
+        self._sets = WeightSets(self._chunks, self._lock)
         self._checks = Checks(lambda: self.away, self._states)
         self._checks.on_model(self._chunks, self._ddps, self._backwards)
         if self._states is not None:
@@ -214,6 +216,7 @@ class Residency:
         slabs = self._weights.slabs + self._gradients.slabs
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
         own += sum(bucket.pinned_bytes for bucket in self._gradients.buckets)
+        own += self._sets.pinned_bytes
         return own + (self._states.engine.pinned_bytes if self._states is not None else 0)
 
     @property
@@ -513,6 +516,7 @@ class Residency:
         """
         if self not in _open:
             return
+        self._require_open()
         self._reload(lambda: (frozenset(self._parts), self._weights.groups))
         on_every_rank(self._let_go)
         _open.discard(self)
@@ -520,10 +524,168 @@ class Residency:
     def _let_go(self) -> None:
         if self._session is not None and not self._session.closed:
             self._session.close()
-        for part in (self._checks, self._backwards, self._caches, *self._parts.values()):
+        for part in (self._checks, self._backwards, self._caches, self._sets, *self._parts.values()):
             part.close()
         self._states = None
         self._parts.pop("optimizer", None)
+
+    # Several weights.
+
+    @_verb
+    def keep(self, name: str, where: Where | None = None) -> Moved:
+        """Copy parameters to the host under a name, for `weights`; each rank copies its own shard.
+
+        Persistent buffers of modules go with them. What has not changed since a set of that name was kept is not copied
+        again. Host memory is page-locked once, and held until `drop` or `close`.
+
+        Args:
+            name: any.
+            where: as for `offload`; a swap leaves other parameters as they are.
+
+        Raises:
+            ValueError: a parameter is in FP8, or forwards would change the model's amax history
+                (`model.fp8_recipe="delayed"`); or `where` holds for a part of a buffer. Or the host lacks memory.
+            RuntimeError: parameters are away; or it is closed. Or another rank failed.
+        """
+
+        def look() -> tuple[tuple[list[WeightGroup], bool, int, Tally], None]:
+            self._require_open(in_block=True)
+            self._weights.require_known()
+            groups = [group for group in self._weights.groups if where is None or group.matches(where)]
+            self._require_plain(groups)
+            is_new = not self._sets.has(name, groups)
+            needed = sum(group.copied_nbytes for group in groups) if is_new else 0
+            if needed > self._room or self._weights.unhosted_bytes:
+                raise ValueError(
+                    f"keep({name!r}) takes {readable(needed)} of host memory beside that of all parameters, and "
+                    f"host_memory_limit_gib leaves {readable(max(0, self._room))}: give Residency a higher limit"
+                )
+            if any(group.is_away for group in groups):
+                raise RuntimeError(f"keep({name!r}) while parameters are away: call reload('params') first")
+            self._wait_for_collectives()
+            wait_for_gpu(self._device)
+            return (groups, is_new, needed, Tally(self._device)), None
+
+        (groups, is_new, needed, tally), _ = told_by_ranks(look)
+        require_host_memory(needed if self._pins else 0)
+
+        def copy() -> Moved:
+            if is_new:
+                self._room += self._sets.make(name, groups) - needed
+            self._sets.copy_out(name, tally)
+            wait_for_gpu(self._device)
+            return tally.end()
+
+        return on_every_rank(copy)
+
+    def drop(self, name: str) -> None:
+        """Release the host memory of what was kept under a name; local, and no error where nothing was."""
+        self._room += self._sets.drop(name)
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[Moved]:
+        """Context in which the model has the weights that were kept under a name, for forwards without gradients.
+
+        At its end the model's own are there again, bit for bit, or away as before. All ranks take part. Inside only
+        `keep` and `drop` may be called; forwards with gradients, backwards and optimizer steps are refused.
+
+        Gives what the swap has moved: of what is equal nothing, and of the model's own what the host lacks.
+
+        Where the block raises, parameters that it has swapped stay off the GPU, and a note on the error says so:
+        `reload("params")` on every rank brings the model's own.
+
+        Raises:
+            ValueError: nothing was kept under the name.
+            RuntimeError: a backward has run since the last update, or a training step is running, or it is in another
+                such block, or closed. Nothing has moved. Or another rank failed.
+            torch.OutOfMemoryError: there is no memory for parameters that are away.
+        """
+        kept, groups, tally = self._find_swapped(name)
+        try:
+            moved = self._swap_in(name, kept, groups, tally)
+            with torch.no_grad():
+                yield moved
+            self._swap_out()
+        except BaseException as error:
+            self._give_up_swap(error)
+            raise
+        finally:
+            self._checks.swapped = ""
+
+    @_verb
+    def _find_swapped(self, name: str) -> tuple[WeightSet, list[WeightGroup], Tally]:
+        def look() -> tuple[tuple[WeightSet, set[WeightGroup], Tally], set[Any]]:
+            self._require_open()
+            if (kept := self._sets.by_name.get(name)) is None:
+                raise ValueError(f"weights({name!r}): kept are {sorted(self._sets.by_name)}; call keep({name!r}) first")
+            if self.has_gradients or active_session() is not None:
+                raise RuntimeError(
+                    f"weights({name!r}) in a training step, or between a backward and its update: swap before, or after"
+                )
+            self._weights.require_known()
+            self._wait_for_collectives()
+            # Race: work on another stream may still write the weights that are summed, or read those that go.
+            wait_for_gpu(self._device)
+            changed = self._sets.changed(kept)
+            return (kept, changed, Tally(self._device)), {group.place for group in changed}
+
+        (kept, changed, tally), places = told_by_ranks(look)
+        alike = set[Any]().union(*places) - {None}
+        return kept, [group for group in kept.groups if group in changed or group.place in alike], tally
+
+    @_verb
+    def _swap_in(self, name: str, kept: WeightSet, groups: Sequence[WeightGroup], tally: Tally) -> Moved:
+        def swap() -> None:
+            self._checks.swapped = name
+            self._caches.drop(PARAMS, is_mid_step=False)
+            self._sets.swap_in(kept, groups, tally)
+
+        on_every_rank(swap)
+        for group in groups:
+            group.gather()
+        wait_for_gpu(self._device)  # whatever stream reads next
+        return tally.end()
+
+    @_verb
+    def _swap_out(self) -> None:
+        def swap() -> list[WeightGroup]:
+            wait_for_gpu(self._device)  # Race: forwards on another stream may still read what is written
+            self._caches.drop(PARAMS, is_mid_step=False)
+            return self._sets.swap_out()
+
+        def end() -> None:
+            wait_for_gpu(self._device)  # whatever stream reads next, and before memory is released
+            self._sets.end()
+            return_to_driver(self._device)
+
+        for group in on_every_rank(swap):
+            group.gather()
+        on_every_rank(end)
+
+    @_verb
+    def _give_up_swap(self, error: BaseException) -> None:
+        """End a swap on this rank after an error; note on it what is not where it was."""
+        try:
+            wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
+            self._caches.drop(PARAMS, is_mid_step=False)
+            if self._sets.give_up():
+                error.add_note("bridge_fgo: 'params' stay off the GPU after this error: call reload() on every rank")
+        except Exception as failure:
+            error.add_note(f"bridge_fgo: the parameters may have another's weights: {failure}")
+
+    def _require_plain(self, groups: Iterable[WeightGroup]) -> None:
+        for name, param in (named for group in groups for named in group.params):
+            if class_of(param) not in PLAIN:
+                raise ValueError(
+                    f"keep() of parameter {name!r}, which is in FP8, and whose scales are not kept: set "
+                    "ddp.fp8_param_gather=False"
+                )
+        for config in (getattr(chunk, "config", None) for chunk in self._chunks):
+            if getattr(config, "fp8", None) and getattr(config, "fp8_recipe", "delayed") == "delayed":
+                raise ValueError(
+                    "keep() with model.fp8_recipe='delayed': forwards of other weights would be in the model's amax "
+                    "history; set model.fp8_recipe='tensorwise'"
+                )
 
     # Training steps.
 
@@ -623,9 +785,15 @@ class Residency:
         here = [group for group in groups if not group.is_away]
         return kinds & self._here - PARAMS | (PARAMS if here else frozenset()), here
 
-    def _require_open(self) -> None:
+    def _require_open(self, in_block: bool = False) -> None:
+        """Raise RuntimeError after `close`, and inside of `weights` where not `in_block`."""
         if self not in _open:
             raise RuntimeError("a Residency was used after close(): make another by Residency(model, optimizer)")
+        if self._checks.swapped and not in_block:
+            raise RuntimeError(
+                f"a Residency was used in the block of its weights({self._checks.swapped!r}), where only keep() and "
+                "drop() may be called: end the block first"
+            )
 
     def _asked(self, kinds: Kinds, more: Sequence[Kind], where: Where | None) -> Asked:
         self._require_open()

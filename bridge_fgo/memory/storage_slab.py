@@ -85,15 +85,15 @@ class StorageSlab:
         if not self.storage.resizable():
             raise StillShared(f"{self.name} cannot be emptied: something (numpy, another process) shares its memory")
 
-    def copy_out(self) -> int:
-        """Copy the ranges to the host, on the current stream; return their bytes."""
-        for part, home in self._pairs():
+    def copy_out(self, to: HostBuffer | None = None) -> int:
+        """Copy the ranges to the host, or another buffer there, on the current stream; return their bytes."""
+        for part, home in self._pairs(to):
             home.copy_(part, non_blocking=True)
         return self.copied_nbytes
 
-    def copy_in(self) -> int:
-        """Copy the ranges from the host, on the current stream; return their bytes."""
-        for part, home in self._pairs():
+    def copy_in(self, source: HostBuffer | None = None) -> int:
+        """Copy the ranges from the host, or another buffer there, on the current stream; return their bytes."""
+        for part, home in self._pairs(source):
             part.copy_(home, non_blocking=True)
         return self.copied_nbytes
 
@@ -102,21 +102,30 @@ class StorageSlab:
 
         Of a storage that is not away it yields copies of the same ranges.
         """
+        if self.is_away:
+            yield from self.host_parts(start, end)
+            return
+        for first, last in self.ranges:
+            begin, stop = max(start, first), min(end, last)
+            if begin < stop:
+                yield begin, self._bytes[begin:stop].cpu()
+
+    def host_parts(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Do as `on_host`, and yield the host's own memory, also where the storage is not away."""
         before = 0
         for first, last in self.ranges:
             begin, stop = max(start, first), min(end, last)
-            if begin < stop and not self.is_away:
-                yield begin, self._bytes[begin:stop].cpu()
-            elif begin < stop:
+            if begin < stop:
                 assert self.host is not None
                 yield begin, self.host.tensor[before + begin - first : before + stop - first]
             before += last - first
 
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, host: HostBuffer | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not self.copied_nbytes:
             return []
-        assert self.host is not None
-        homes = self.host.tensor.split([end - start for start, end in self.ranges])
+        host = host or self.host
+        assert host is not None
+        homes = host.tensor.split([end - start for start, end in self.ranges])
         return list(zip(self.parts, homes, strict=True))
 
     def empty(self) -> int:

@@ -59,6 +59,7 @@ class Checks:
 
     def __init__(self, away: Callable[[], frozenset[Kind]], states: OptimizerStates | None) -> None:
         self._away, self._states = away, states
+        self.swapped = ""  # the name of the kept weights that are in the parameters
         self._undo: list[Callable[[], None]] = []
 
     def on_model(self, chunks: Sequence[torch.nn.Module], ddps: Sequence[Any], backwards: Backwards) -> None:
@@ -66,13 +67,19 @@ class Checks:
 
         def require_for_forward() -> None:
             self.require("params")
-            if torch.is_grad_enabled() and any(ddp.training for ddp in ddps):
-                self.require("grads")
+            if torch.is_grad_enabled():
+                self.refuse_training()
+                if any(ddp.training for ddp in ddps):
+                    self.require("grads")
+
+        def require_for_backward() -> None:
+            self.require("params", "grads")
+            self.refuse_training()
 
         for module in (module for chunk in chunks for module in wrapped_models(chunk)):
             # First of all hooks: DDP's own gathers parameters.
             pre_hook = module.register_forward_pre_hook(ForwardCheck(require_for_forward), prepend=True)
-            hook = module.register_forward_hook(BackwardCheck(partial(self.require, "params", "grads")))
+            hook = module.register_forward_hook(BackwardCheck(require_for_backward))
             self._undo += [pre_hook.remove, hook.remove]
         for ddp in ddps:
             for kind, names in _COLLECTIVES.items():
@@ -91,12 +98,14 @@ class Checks:
 
         def require_for_step() -> None:
             self.require("params", "grads")
+            self.refuse_training()
             require_states()
 
         def stepped() -> None:
             states.may_be_unchanged = False
 
         self.before(optimizer, "step", require_for_step, backwards.used)
+        self.before(optimizer, "reload_model_params", self.refuse_training)
         for leaf in states.optimizers if states.is_owner else ():
             self.before(leaf, "step_with_ready_grads", require_states, stepped)
             for name in _OF_ALL_RANKS:
@@ -136,6 +145,14 @@ class Checks:
                     f"{kind!r} were sent off the GPU by Residency.offload, and are used: call reload({kind!r}) first, "
                     "or save and load checkpoints in Residency.checkpointing()"
                 )
+
+    def refuse_training(self) -> None:
+        """Raise RuntimeError where other weights than the model's own are in its parameters."""
+        if self.swapped:
+            raise RuntimeError(
+                f"training in the block of Residency.weights({self.swapped!r}), whose weights are no optimizer's: end "
+                "the block first; inside, run forwards without gradients"
+            )
 
     def close(self) -> None:
         """Remove every check."""

@@ -76,6 +76,8 @@ class WeightGroup(Storages):
         """The weights' sums when those masters were offloaded before the weights; None where they were not."""
         self.is_on_host = False
         """Whether the host has a copy of the weights that are away."""
+        self.holds_another = False
+        """Whether a kept set's weights (`sleep.weight_sets`) are in its memory, and its own are away."""
         let_go_for(self)
 
     @property
@@ -87,6 +89,11 @@ class WeightGroup(Storages):
     def host_bytes(self) -> int:
         """Bytes of host memory for the copies, beside files."""
         return sum(slab.copied_nbytes for slab in self.slabs if slab.folder is None)
+
+    @property
+    def copied_nbytes(self) -> int:
+        """Bytes that this rank copies."""
+        return sum(slab.copied_nbytes for slab in self.slabs)
 
     def matches(self, where: Where) -> bool:
         """Return whether a predicate holds for its parameters.
@@ -300,9 +307,9 @@ class Weights(Storages):
         What they round to weights that are away is kept on the host first: awake, a load of masters writes no weight.
         """
         copied = 0
-        if group.is_rounded and group.is_away and not group.is_on_host:
+        if group.is_rounded and (group.is_away or group.holds_another) and not group.is_on_host:
             assert group.rounding is not None
-            copied = group.slabs[0].copied_nbytes if group.rounding.masters_are_here() else 0
+            copied = group.copied_nbytes if group.rounding.masters_are_here() else 0
             self._round_on_host(group)
         group.forget_masters()
         return copied
@@ -486,7 +493,7 @@ class Weights(Storages):
             buffer = shard.buffer()
             size = buffer.element_size()
             start = (int(buffer.storage_offset()) + shard.first) * size
-            ((_, host),) = slab.on_host(start, start + shard.numel * size)
+            ((_, host),) = slab.host_parts(start, start + shard.numel * size)
             host.view(buffer.dtype).copy_(masters.get(id(master), master).view(-1))
         group.is_on_host = True
 

@@ -49,6 +49,15 @@ def test_ranks_keep_to_the_least_limit_of_host_memory_that_any_is_given(tmp_path
         assert 0 < mine["taken"] <= limits[1] * 2**30 and mine["stays"] > 0
 
 
+@pytest.mark.parametrize("changes", [{"overlap_param_gather": True, "overlap_grad_reduce": True}, {"tp": 2}, {"pp": 2}])
+def test_two_ranks_that_swap_weights_are_bitwise_resident_ones_and_copy_their_shards(tmp_path, changes):
+    for mine in run_both(tmp_path, rank_child.train_and_swap, changes=changes)[0]:
+        unchanged, asleep, *later = mine["swapped"]
+        assert unchanged == 0 < asleep
+        for awake, alone in zip(*[iter(later)] * 2, strict=True):
+            assert awake == 2 * alone == 2 * asleep
+
+
 @pytest.mark.parametrize("packs", [False, True])
 def test_what_fails_or_packs_on_one_rank_alone_neither_hangs_the_others_nor_changes_a_bit(tmp_path, packs):
     for rank, mine in enumerate(run_both(tmp_path, rank_child.sleep_with_errors, packs=packs)[0]):
