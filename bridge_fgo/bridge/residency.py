@@ -108,7 +108,9 @@ class Residency:
                 )
             if optimizer is not None:  # weights first: DDP's buffers free most of the GPU's memory for the host's
                 room = limit - sum(group.host_bytes for group in self._weights.fitting(limit))
-                self._states = OptimizerStates(optimizer, config, host_bytes=room)
+                self._states = self._parts["optimizer"] = OptimizerStates(optimizer, config, host_bytes=room)
+            self._checks, self._backwards = Checks(lambda: self.away, self._states), Backwards(self._ddps)
+            self._caches, self._sets = Caches(self._chunks, self._device), WeightSets(self._chunks, self._lock)
             try:
                 staying, places = told_by_ranks(lambda: self._lacking(limit))
                 alike = set[Any]().union(*places) - {None}
@@ -124,8 +126,7 @@ class Residency:
                 require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
                 on_every_rank(lambda: self._finish(hosts, optimizer))
             except BaseException:
-                if self._states is not None:
-                    self._states.close()
+                self._let_go()
                 raise
         _open.add(self)
 
@@ -168,23 +169,17 @@ class Residency:
         self._room = limit - sum(group.host_bytes for group in weights.groups)
         if states is not None:
             self._room -= states.host_bytes
-            self._parts["optimizer"] = states
             weights.round_from(states)
         unhosted = weights.unhosted_bytes, 0 if states is None else states.engine.unhosted_bytes
         self._unhosted = sum(unhosted)
-        self._backwards = Backwards(self._ddps)
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
 
     def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
         self._lock(hosts)
-        self._caches = Caches(self._chunks, self._device)
-        self._sets = WeightSets(self._chunks, self._lock)
-        self._checks = Checks(lambda: self.away, self._states)
         self._checks.on_model(self._chunks, self._ddps, self._backwards)
         if self._states is not None:
             self._checks.on_optimizer(optimizer, self._backwards)
-            self._states.engine.traffic.touches.before_writes.append(self._weights.masters_may_change)
         for ddp in self._ddps:
             self._checks.before(ddp, "finish_grad_sync", self._gradients_ready)
 
@@ -395,7 +390,8 @@ class Residency:
         others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]
         if any(group.is_away for group in others):
             tally.moved.woke = ("params",)
-        groups = [*groups, *others]
+        known.update(others)
+        groups = [group for group in self._weights.groups if group in known]  # the ranks gather them in one order
         states = self._states if "optimizer" in kinds else None
 
         def reload_others() -> None:
@@ -473,6 +469,10 @@ class Residency:
             self._require_open()
             return self.away - PARAMS, {group for group in self._weights.groups if group.is_away}
 
+        def what_came() -> Asked:
+            self._require_open()
+            return before - self.away, list(groups)
+
         before, groups = on_every_rank(look)
         try:
             yield
@@ -480,7 +480,7 @@ class Residency:
             # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
             self._offload_again(before, groups, grads, error)
             raise
-        self._offload(lambda: (before - self.away, list(groups)), grads)
+        self._offload(what_came, grads)
         self._reload(lambda: (self.away - before, [group for group in self._weights.groups if group not in groups]))
         self._offload(lambda: (frozenset(), list(groups)), grads)  # packed masters may have brought theirs
 
@@ -493,6 +493,7 @@ class Residency:
         before: kinds without "params". groups: of these.
         """
         try:
+            self._require_open()
             is_gone = any(group.is_away and group not in groups for group in self._weights.groups)
             if gone := self.away - PARAMS - before | (PARAMS if is_gone else frozenset()):
                 words = ", ".join(map(repr, sorted(gone)))

@@ -101,7 +101,8 @@ class WeightGroup(Storages):
         Raises:
             ValueError: it holds for some of them.
         """
-        answers = {bool(where(name, param)): name for name, param in self.params}
+        with torch._C._EnableTorchFunction():  # whose guards refuse to read what is away
+            answers = {bool(where(name, param)): name for name, param in self.params}
         if len(answers) > 1:
             raise ValueError(
                 f"where= holds for parameter {answers[True]!r} and not for {answers[False]!r}, which share "
@@ -220,6 +221,7 @@ class Weights(Storages):
     def round_from(self, states: OptimizerStates) -> None:
         """Round weights from an optimizer's masters from now on, and not copy them, where these round to them."""
         self._states = states
+        states.engine.traffic.touches.before_writes.append(self.masters_may_change)
         for group, buffer in self._of_buffers.items():
             (slab,) = group.slabs
             group.rounding = rounding_of(buffer, slab.ranges, states)

@@ -8,10 +8,11 @@ from both import PACKED
 from cpu_training import CpuTraining
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sleeping import KINDS, Sleeper, options, poison
+from sleeping import KINDS, Sleeper, note, options, poison
 from test_host_params import on_gpu, on_host
 
 import bridge_fgo
+from bridge_fgo.bridge import residency
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -166,3 +167,31 @@ def test_an_error_in_a_block_leaves_the_parts_that_slept_asleep_and_names_what_h
     me.res.reload()
     me.train()
     me.assert_as_resident()
+
+
+def test_a_predicate_that_reads_a_parameter_that_is_away_is_told_what_to_call(sleeper):
+    me = sleeper(frozen=True)
+    me.res.offload("params")
+    with pytest.raises(RuntimeError, match=r"of shape .* was used, .*: call Residency.reload\('params'\)"):
+        me.res.reload("params", where=lambda _, param: bool(param.detach().sum() > 0))
+    assert away(me) == names_of(me)
+    me.res.reload()
+
+
+def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, monkeypatch):
+    me, order = sleeper(experts=True), []
+    dense, of_experts = (group for group in me.res._weights.groups if group.slabs[0].ranges)
+    told = residency.told_by_ranks
+
+    def with_another(act):
+        own, votes = told(act)
+        another = (True, True, False, {dense.place})  # a rank that asks for the other one
+        return own, [*votes, another] if isinstance(votes[0], tuple) and len(votes[0]) == 4 else votes
+
+    for group in (dense, of_experts):
+        group.place = (me.res._weights.groups.index(group), 0)
+        note(monkeypatch, order, group, "gather", group)
+    me.res.offload("params")
+    monkeypatch.setattr(residency, "told_by_ranks", with_another)
+    me.res.reload("params", where=experts)
+    assert order == [dense, of_experts] and not away(me)

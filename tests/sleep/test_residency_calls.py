@@ -9,11 +9,14 @@ import weakref
 import pytest
 import torch
 from cpu_training import CpuTraining
-from sleeping import KINDS, gone, options, residency
+from sleeping import KINDS, fail, gone, options, residency
 
 import bridge_fgo
+from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
+from bridge_fgo.sleep.gradients import Backwards
+from bridge_fgo.sleep.weights import WeightGroup
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -70,6 +73,20 @@ def test_after_close_every_verb_raises_and_moves_nothing(training):
         with pytest.raises(RuntimeError, match=r"after close\(\)"):
             verb(res)
     assert all(p.untyped_storage().nbytes() for p in training.model[0].parameters())
+    assert are_equal(training.model[0], before)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_close_in_a_context_is_told_at_its_end_and_nothing_moves_after_it(training, sleeps, fails):
+    res, before = residency(training), weights(training.model[0])
+    if sleeps:
+        res.offload()
+    with pytest.raises(ZeroDivisionError if fails else RuntimeError) as caught, res.only("params"):
+        res.close()
+        _ = fails and 1 / 0
+    assert "after close()" in (caught.value.__notes__[0] if fails else str(caught.value))
+    assert all(buffer.grad_data.untyped_storage().nbytes() for buffer in training.model[0].buffers)
     assert are_equal(training.model[0], before)
 
 
@@ -297,6 +314,28 @@ def test_what_cannot_be_offloaded_is_refused_by_name_and_nothing_is_hooked(train
             residency(training)
     assert (dict(vars(training.model[0])), dict(vars(training.optimizer))) == before
     assert all(t.untyped_storage().nbytes() for t in training.model[0].parameters())
+
+
+def hooks(training):
+    """Return the hooks of a training's model and gradients, and the methods that are wrapped on its objects."""
+    (ddp,) = training.model
+    of_modules = [(*module._forward_pre_hooks, *module._forward_hooks) for module in ddp.modules()]
+    wrapped = [
+        {name for name in vars(each) if callable(getattr(type(each), name, None))} for each in (ddp, training.optimizer)
+    ]
+    return of_modules, wrapped
+
+
+def test_a_rank_whose_constructor_has_failed_on_another_has_no_hooks_and_no_host_memory(training, monkeypatch):
+    before = hooks(training)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="there was a fault"):
+        fail(patch, Checks, "on_optimizer", call=1, error=OSError)
+        residency(training)
+    assert hooks(training) == before
+    gc.collect()
+    kept = (HostBuffer, Backwards, WeightGroup)
+    assert not [each for each in gc.get_objects() if type(each) in kept]
+    residency(training).close()
 
 
 def test_memory_that_cannot_be_emptied_or_moved_is_refused_before_anything_moves(training, model):
