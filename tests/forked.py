@@ -44,7 +44,8 @@ class Forked:
     def run(self, command: list[str], cwd: object = None, env: dict | None = None, **_) -> subprocess.CompletedProcess:
         """Run a command that begins with this Python, and capture what it prints."""
         if self._process is None:
-            environment = os.environ | dict.fromkeys(ONE_THREAD, "1")  # a child has none but the one that forks
+            # One thread: a child has none but the one that forks. One seed: `answers` has sets ordered alike too.
+            environment = os.environ | dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": "0"}
             self._process = subprocess.Popen(
                 [sys.executable, __file__, *self._imports],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,

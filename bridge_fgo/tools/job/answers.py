@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,7 +49,11 @@ def ask_builder(
     request["overrides"] = list(overrides or ())
     command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
     with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        # mcore's messages have sets in them: with a seed of its own each process would order them otherwise.
+        seeded = {**os.environ, "PYTHONHASHSEED": "0"}
+        done = subprocess.run(
+            command, env=seeded, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+        )
     if done.returncode != 0:
         tail = "\n".join(done.stderr.strip().splitlines()[-15:])
         raise ValueError(f"{target or 'Megatron-Bridge'} could not be built without a GPU:\n{tail}")

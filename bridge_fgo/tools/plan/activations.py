@@ -208,7 +208,9 @@ def pinned_bytes(job: Job, stage: int) -> int | None:
     tensor by itself, into a block of PyTorch's allocator, whose sizes are powers of two.
     """
     model: Any = job.config.model
-    if offload_modules(model) and activation_bytes(job, stage) is None:
+    if not offload_modules(model):
+        return 0
+    if activation_bytes(job, stage) is None:
         return None
     blocks = sum(power_of_two_at_least(size) for of_layer in _copies(job, stage) for size in of_layer)
     return blocks * _microbatches_in_flight(job, stage) // chunks_of(model)
