@@ -1,6 +1,7 @@
 """What may be held when, which parts stay under a budget, and which measured pass covers one that runs: arithmetic."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -284,3 +285,15 @@ def test_gradients_leave_only_once_all_states_do(parts, budget, gradients_left, 
     assert plan.profile.intervals == [100 + moving - gradients_left]
     add(policy, 1, MemoryProfile([90], 0), parts)
     assert gradients.asked == 1, "gradients are chosen once in a run"
+
+
+@pytest.mark.parametrize(
+    ("budget", "room", "awaits"),
+    [(2**30, None, True), (None, SimpleNamespace(), True), (None, None, False)],
+    ids=["GiB", "auto", "none"],
+)
+def test_ranks_choose_together_what_stays_where_there_is_a_budget_and_are_not_asked_without(budget, room, awaits):
+    holding = HoldPolicy(budget, room)
+    assert not holding.awaits_ranks  # alone
+    holding.all_can = lambda own: own
+    assert holding.awaits_ranks is awaits
