@@ -98,13 +98,14 @@ class Residency:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: OptimizerStates | None = None
+        self.host_room = math.inf  # without states; theirs counts where there are any
         accepted = told_by_ranks(lambda: (_accepted(model, config), _limit_bytes(host_memory_limit_gib)))
         self._chunks, limit = accepted[0], min(accepted[1])
         with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
             _, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, all_are_frozen=optimizer is None))
-            if frozen_folder is not None and not any(in_files):
+            if any(each is not None for each in in_files) and not any(in_files):  # told: the others go on with ranks
                 raise ValueError(
-                    f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen; leave it out"
+                    f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
                 )
             if optimizer is not None:  # weights first: DDP's buffers free most of the GPU's memory for the host's
                 room = limit - sum(group.host_bytes for group in self._weights.fitting(limit))
@@ -130,8 +131,10 @@ class Residency:
                 raise
         _open.add(self)
 
-    def _find_memory(self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool) -> tuple[None, int]:
-        """Find weights and gradients; return, to be told, the bytes of frozen weights that are kept in files."""
+    def _find_memory(
+        self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool
+    ) -> tuple[None, int | None]:
+        """Find weights and gradients; return, to be told, the bytes of frozen weights in files, or None without."""
         self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
@@ -144,7 +147,7 @@ class Residency:
             "params": self._weights,
             "grads": self._gradients,
         }
-        return None, 0 if frozen_folder is None else self._weights.keep_in_files(Path(frozen_folder), all_are_frozen)
+        return None, None if frozen_folder is None else self._weights.keep_in_files(Path(frozen_folder), all_are_frozen)
 
     def _lacking(self, limit: float) -> tuple[list[WeightGroup], set[Any]]:
         """Return the weights for which states leave no host memory, and, to be told, their places."""
@@ -166,14 +169,28 @@ class Residency:
         states, weights = self._states, self._weights
         own = set(staying)
         weights.keep_here([group for group in weights.groups if group in own or group.place in alike])
-        self._room = limit - sum(group.host_bytes for group in weights.groups)
-        if states is not None:
-            self._room -= states.host_bytes
+        room = limit - sum(group.host_bytes for group in weights.groups)
+        if states is None:
+            self.host_room = room
+        else:
+            states.engine.host_room = room - states.host_bytes
             weights.round_from(states)
         unhosted = weights.unhosted_bytes, 0 if states is None else states.engine.unhosted_bytes
         self._unhosted = sum(unhosted)
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
+
+    @property
+    def _room(self) -> float:
+        """Bytes of host memory that may be taken yet; background saves of the states take of the same."""
+        return self.host_room if self._states is None else self._states.engine.host_room
+
+    @_room.setter
+    def _room(self, nbytes: float) -> None:
+        if self._states is None:
+            self.host_room = nbytes
+        else:
+            self._states.engine.host_room = nbytes
 
     def _finish(self, hosts: Sequence[HostBuffer], optimizer: Any) -> None:
         self._lock(hosts)
@@ -843,8 +860,8 @@ class Residency:
                     f"offload(grads='keep') takes {readable(needed)} of host memory, and host_memory_limit_gib leaves "
                     f"{readable(self._room)}: step or zero them before, or give Residency a higher limit"
                 )
-            self._room -= needed
             self._lock(self._gradients.map_hosts())
+            self._room -= needed
 
     def _wait_for_collectives(self) -> None:
         """Have the current stream wait for gathers and reductions in flight; DDP keeps the handles, and waits too."""

@@ -34,7 +34,7 @@ class CheckpointingEngine(Engine):
     _transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
     _pins: bool  # whether host memory is page-locked
-    _host_room: float  # bytes of host memory that it may take yet
+    host_room: float  # bytes of host memory that it, and a Residency of its states, may take yet
 
     def __init__(self) -> None:
         self._snapshots: dict[Source, Snapshot] = {}  # of those that are being saved or loaded
@@ -96,7 +96,10 @@ class CheckpointingEngine(Engine):
         self._has_worker = True
         slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
         self._lends = has_files_for_buffers(len(slabs))
-        if sum(slab.nbytes for slab in slabs) > self._host_room:
+        needed = sum(slab.nbytes for slab in slabs)
+        if self._lends and needed <= self.host_room:
+            self.host_room -= needed
+        elif self._lends:
             self._lends = False
             self.warn(f"{COPIES}: the limit of host memory has no room for a second buffer of each")
         if self._lends:

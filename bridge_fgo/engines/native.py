@@ -69,10 +69,10 @@ class NativeEngine(CheckpointingEngine):
         codec_of = copied_whole if config.master_remainders is False else remainders.codec_of
         make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
         offloaded: list[OffloadedSource] = []
-        self._host_room = host_bytes
+        self.host_room = host_bytes
         for source in sources:
-            offloaded.append(OffloadedSource(source, config, codec_of, make_slab, self._host_room))
-            self._host_room -= sum(slab.nbytes for slab in offloaded[-1].slabs)
+            offloaded.append(OffloadedSource(source, config, codec_of, make_slab, self.host_room))
+            self.host_room -= sum(slab.nbytes for slab in offloaded[-1].slabs)
         self._offloaded = dict(zip(self.sources, offloaded, strict=True))
         schedule.parts += [part for each in offloaded for part in each.parts]
         self.state_bytes = sum(each.state_bytes for each in offloaded)

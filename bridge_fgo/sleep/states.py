@@ -315,6 +315,7 @@ class OptimizerStates:
             RuntimeError: as `Engine.close`.
         """
         stop_for(self)
+        self.engine.host_room = math.inf  # the limit was the Residency's
         if self.is_owner:
             self.engine.close()
             self._copies = None

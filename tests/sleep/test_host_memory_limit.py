@@ -15,6 +15,7 @@ from test_host_params import on_gpu, on_host
 from test_parts_of_parameters import frozen, names_of
 
 import bridge_fgo
+from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.sleep import moved
 
@@ -138,14 +139,15 @@ def test_memory_that_the_flags_engine_has_counts_and_is_refused_where_it_is_over
         me.assert_as_resident()
 
 
-def test_a_background_save_is_lent_no_second_buffers_for_which_the_limit_has_no_room(sleeper):
+def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_none_where_that_has_no_room(sleeper):
     me, said = sleeper(), []
     for gib, lends in ((1.0, True), (7 * me.weights_bytes / GIB, False)):
         res = residency(me.training, host_memory_limit_gib=gib)
         engine = res._states.engine
-        engine.warn = said.append
+        engine.warn, room = said.append, res._room
         engine.use_worker_memory()
         assert engine._lends == lends and len(said) == (not lends)
+        assert room - res._room == (sum(slab.nbytes for slab in engine.slabs) if lends else 0)
         res.close()
     assert "the limit of host memory has no room" in said[0]
 
@@ -187,6 +189,16 @@ def test_a_reference_model_sleeps_in_files_of_a_folder_that_can_hold_it_and_of_n
 
 def test_a_folder_where_nothing_is_frozen_is_refused(sleeper, tmp_path):
     me = sleeper()
-    with pytest.raises(ValueError, match=r"frozen_folder='.*'\): no parameter is frozen"):
+    with pytest.raises(ValueError, match=r"frozen_folder='.*'\): no parameter is frozen on any rank"):
         residency(me.training, frozen_folder=tmp_path)
     me.res.close()
+
+
+def test_a_rank_without_the_folder_ends_with_the_others_where_nothing_is_frozen(sleeper, monkeypatch):
+    """It would go on into collectives that they never reach."""
+    me = sleeper()
+    me.res.close()
+    told = residency_module.told_by_ranks
+    monkeypatch.setattr(residency_module, "told_by_ranks", lambda act: (own := told(act), (own[0], [*own[1], 0]))[1])
+    with pytest.raises(ValueError, match=r"no parameter is frozen on any rank"):
+        residency(me.training)
