@@ -168,7 +168,7 @@ FALLIBLE = ("sleep", "bridge/residency.py", "memory/storage_slab.py", "memory/tr
 """Where in the package the functions are that a verb calls, each of which may fail."""
 
 VERBS_OWN = {
-    *(f"Residency.{name}" for name in ("__init__", "offload", "_offload", "reload", "_reload", "close")),
+    *(f"Residency.{name}" for name in ("__init__", "_make", "offload", "_offload", "reload", "_reload", "close")),
     *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
     "OptimizerStates.__init__",
     "Weights.reload",

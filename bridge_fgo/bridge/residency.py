@@ -98,43 +98,55 @@ class Residency:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: OptimizerStates | None = None
+        self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {}
+        self._helpers: list[Checks | Backwards | Caches | WeightSets] = []
         self.host_room = math.inf  # without states; theirs counts where there are any
         accepted = told_by_ranks(lambda: (_accepted(model, config), _limit_bytes(host_memory_limit_gib)))
         self._chunks, limit = accepted[0], min(accepted[1])
-        with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-            _, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, all_are_frozen=optimizer is None))
-            if any(each is not None for each in in_files) and not any(in_files):  # told: the others go on with ranks
-                raise ValueError(
-                    f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
-                )
-            if optimizer is not None:  # weights first: DDP's buffers free most of the GPU's memory for the host's
-                room = limit - sum(group.host_bytes for group in self._weights.fitting(limit))
-                self._states = self._parts["optimizer"] = OptimizerStates(optimizer, config, host_bytes=room)
-            self._checks, self._backwards = Checks(lambda: self.away, self._states), Backwards(self._ddps)
-            self._caches, self._sets = Caches(self._chunks, self._device), WeightSets(self._chunks, self._lock)
-            try:
-                staying, places = told_by_ranks(lambda: self._lacking(limit))
-                alike = set[Any]().union(*places) - {None}
-                _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
-                if max(map(sum, unhosted)):
-                    params, states = map(readable, max(unhosted, key=sum))
-                    say(
-                        f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
-                        f"state and {params} of parameters (on the rank with most), which stay on the GPU"
-                    )
-                self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
-                hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
-                require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
-                on_every_rank(lambda: self._finish(hosts, optimizer))
-            except BaseException:
-                self._let_go()
-                raise
+        try:
+            with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
+                self._make(optimizer, config, limit, frozen_folder)
+        except BaseException:
+            self._let_go()
+            raise
         _open.add(self)
 
+    def _make(
+        self,
+        optimizer: Any,
+        config: OffloadConfig | None,
+        limit: float,
+        frozen_folder: str | os.PathLike[str] | None,
+    ) -> None:
+        """Find what moves, and take host memory for it. Between collectives nothing may fail on one rank alone."""
+        room, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, optimizer is None, limit))
+        if any(each is not None for each in in_files) and not any(in_files):  # told: the others go on with ranks
+            raise ValueError(
+                f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
+            )
+        if optimizer is not None:
+            self._states = self._parts["optimizer"] = OptimizerStates(optimizer, config, host_bytes=room)
+        staying, places = told_by_ranks(lambda: self._lacking(limit))
+        alike = set[Any]().union(*places) - {None}
+        _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
+        if max(map(sum, unhosted)):
+            params, states = map(readable, max(unhosted, key=sum))
+            say(
+                f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
+                f"state and {params} of parameters (on the rank with most), which stay on the GPU"
+            )
+        self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
+        hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
+        require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
+        on_every_rank(lambda: self._finish(hosts, optimizer))
+
     def _find_memory(
-        self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool
-    ) -> tuple[None, int | None]:
-        """Find weights and gradients; return, to be told, the bytes of frozen weights in files, or None without."""
+        self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool, limit: float
+    ) -> tuple[float, int | None]:
+        """Find weights and gradients; return the bytes of host memory that a limit leaves for states.
+
+        And, to be told, the bytes of frozen weights in files; None without a folder.
+        """
         self._ddps = [ddp for chunk in self._chunks for ddp in ddp_of(chunk)]
         buffers = [buffer for ddp in self._ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         names = {id(param): name for chunk in self._chunks for name, param in chunk.named_parameters()}
@@ -143,11 +155,11 @@ class Residency:
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._gradients = Gradients(buffers, names)
         self._weights = Weights(self._chunks, buffers, names, self._device)
-        self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {
-            "params": self._weights,
-            "grads": self._gradients,
-        }
-        return None, None if frozen_folder is None else self._weights.keep_in_files(Path(frozen_folder), all_are_frozen)
+        self._parts |= {"params": self._weights, "grads": self._gradients}
+        folder = None if frozen_folder is None else Path(frozen_folder)
+        in_files = None if folder is None else self._weights.keep_in_files(folder, all_are_frozen)
+        # Weights first: DDP's buffers free most of the GPU's memory for the host's.
+        return limit - sum(group.host_bytes for group in self._weights.fitting(limit)), in_files
 
     def _lacking(self, limit: float) -> tuple[list[WeightGroup], set[Any]]:
         """Return the weights for which states leave no host memory, and, to be told, their places."""
@@ -175,10 +187,19 @@ class Residency:
         else:
             states.engine.host_room = room - states.host_bytes
             weights.round_from(states)
+        self._checks = self._kept(Checks(lambda: self.away, states))
+        self._backwards = self._kept(Backwards(self._ddps))
+        self._caches = self._kept(Caches(self._chunks, self._device))
+        self._sets = self._kept(WeightSets(self._chunks, self._lock))
         unhosted = weights.unhosted_bytes, 0 if states is None else states.engine.unhosted_bytes
         self._unhosted = sum(unhosted)
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
+
+    def _kept[T: Checks | Backwards | Caches | WeightSets](self, helper: T) -> T:
+        """Return what is to be closed with this."""
+        self._helpers.append(helper)
+        return helper
 
     @property
     def _room(self) -> float:
@@ -532,17 +553,21 @@ class Residency:
         Raises:
             torch.OutOfMemoryError, RuntimeError: it cannot be reloaded. It may be called again.
         """
+
+        def everything() -> Asked:
+            self._require_open()
+            return frozenset(self._parts), self._weights.groups
+
         if self not in _open:
             return
-        self._require_open()
-        self._reload(lambda: (frozenset(self._parts), self._weights.groups))
+        self._reload(everything)
         on_every_rank(self._let_go)
         _open.discard(self)
 
     def _let_go(self) -> None:
         if self._session is not None and not self._session.closed:
             self._session.close()
-        for part in (self._checks, self._backwards, self._caches, self._sets, *self._parts.values()):
+        for part in (*self._helpers, *self._parts.values()):
             part.close()
         self._states = None
         self._parts.pop("optimizer", None)
