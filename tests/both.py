@@ -169,7 +169,7 @@ class RunRecord:
 
 
 _kept: dict[tuple, list[tuple[RunRecord, dict]]] = {}
-"""Of resident trainings, the record and the bits after each step."""
+"""Keeps, for each resident training, the record and the bits after each step."""
 
 
 def resident(count, adam=None, configured=None, **options):

@@ -25,7 +25,7 @@ unscaling are exact."""
 
 @dataclass(frozen=True, kw_only=True)
 class CpuOptions:
-    """What to train and what to let happen. Steps count from 1; faults come from the second on, as Bridge has it."""
+    """Chooses the model and the faults of a training. Steps count from 1, faults are possible from 2 on."""
 
     offload: bool = False
     """`cfg.optimizer.offload_optimizer_states`."""

@@ -53,7 +53,8 @@ class Move(NamedTuple):
     result: Any = None
     """The call returns this."""
     offloads_after: Sequence[Kind] = ()
-    """What is offloaded once the framework's own function is over, which asks for it by ranks' own conditions."""
+    """After the framework's own function returns, these kinds are offloaded on all ranks. That function would
+    decide it on each rank alone."""
 
 
 Plan = Callable[..., Move | None]

@@ -158,7 +158,7 @@ class Layer(NamedTuple):
     module: Module
     is_sized: bool = True  # whether batches of one shape go into it as one; an expert gets what is routed to it
     # Whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child, follows
-    # from what goes into the layer, and each call takes the host some microseconds.
+    # from the layer's inputs, and each call costs the host some microseconds.
     is_watched: bool = True
 
 

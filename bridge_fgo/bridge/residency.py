@@ -100,7 +100,7 @@ class Residency:
         self._states: OptimizerStates | None = None
         self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {}
         self._helpers: list[Checks | Backwards | Caches | WeightSets] = []
-        self.host_room = math.inf  # without states; theirs counts where there are any
+        self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         accepted = told_by_ranks(lambda: (_accepted(model, config), _limit_bytes(host_memory_limit_gib)))
         self._chunks, limit = accepted[0], min(accepted[1])
         try:
@@ -183,7 +183,7 @@ class Residency:
         weights.keep_here([group for group in weights.groups if group in own or group.place in alike])
         room = limit - sum(group.host_bytes for group in weights.groups)
         if states is None:
-            self.host_room = room
+            self._own_room = room
         else:
             states.engine.host_room = room - states.host_bytes
             weights.round_from(states)
@@ -204,12 +204,12 @@ class Residency:
     @property
     def _room(self) -> float:
         """Bytes of host memory that may be taken yet; background saves of the states take of the same."""
-        return self.host_room if self._states is None else self._states.engine.host_room
+        return self._own_room if self._states is None else self._states.engine.host_room
 
     @_room.setter
     def _room(self, nbytes: float) -> None:
         if self._states is None:
-            self.host_room = nbytes
+            self._own_room = nbytes
         else:
             self._states.engine.host_room = nbytes
 

@@ -14,7 +14,7 @@ MARGIN_OF_STATES = 16  # it is no more than a 16th of the states: of few bytes a
 
 
 class OffloadedSource:
-    """What is offloaded of one source: `codec_of` says how each slab is copied, `make_slab` gives it its memory.
+    """Offloads the states of one source in slabs: `codec_of` chooses how each is copied, `make_slab` allocates it.
 
     It takes at most `host_bytes` of host memory.
     """

@@ -52,7 +52,7 @@ class StorageSlab:
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
         self.folder: Path | None = None
-        """Where `map_host` makes a file; None for anonymous memory."""
+        """`map_host` makes a file in this folder; None: it allocates anonymous memory."""
         self.host_digests: tuple[int, ...] | None = None  # `byte_sums(parts)` when the host copy was made, if taken
 
     @property

@@ -23,7 +23,7 @@ def seen(act):
 
 
 def run(rank, job):
-    """Be one of two ranks on a node with 450 bytes free; return what was seen."""
+    """Fail, and ask for host memory, as one of two ranks on a node with 450 bytes free; return each answer or error."""
     join_group(rank, job)
     ranks.pools = lambda: [Pool("host", 1800, 450)]
     return [

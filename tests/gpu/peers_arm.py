@@ -35,7 +35,7 @@ FILES = {
 """The files of a framework that are loaded, the one whose class is called last."""
 
 OF_EACH_RANK = ("losses", "sums", "sums_by_step")
-"""What is told of all ranks; the rest is rank 0's."""
+"""The printed result has these of every rank; all other figures are rank 0's."""
 
 Verb = Callable[[], Any]
 """Sleeps, wakes, or wakes the parameters and sleeps again; returns the bytes that crossed the link where it counts."""

@@ -1,4 +1,4 @@
-"""A training of six steps, one of them rerun and one skipped, on a checkout's mcore; prints what it was as JSON.
+"""Trains six steps, one rerun and one skipped, on a checkout's mcore; prints losses and digests as JSON.
 
     python checkout_child.py resident|native|mcore [CHUNK_NUMEL]
 

@@ -1,4 +1,4 @@
-"""What a GPU arm times: phases of a step on the GPU, the host's speed, and the host's work for copies by itself."""
+"""Times phases of a step on the GPU, the host's speed, and the host's work for copies alone, in a GPU arm."""
 
 from __future__ import annotations
 

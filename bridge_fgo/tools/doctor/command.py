@@ -30,7 +30,7 @@ CONFIG_NOT_READ = 2
 
 @dataclass
 class Findings:
-    """What came out, as `--json` prints it."""
+    """Holds the findings, as `--json` prints them."""
 
     installed: dict[str, Any]
     machine: dict[str, Any]

@@ -22,7 +22,7 @@ class Tensor:
 
     name: str
     numel: int
-    dtype: torch.dtype = torch.bfloat16  # of its elements; of a quantized one what it was made from
+    dtype: torch.dtype = torch.bfloat16  # of its elements; a quantized tensor has that of its source
     quantized: bool = False  # kept in FP8
     expert: bool = False  # of an expert that not every rank has, so that its states are spread over fewer ranks
     own_bucket: bool = False  # a shared embedding, which mcore gives a bucket of its own
@@ -42,8 +42,8 @@ class OptimizerStates:
 
     divides: bool  # whether masters are copied to weights part by part
     kinds: list[list[StateKind]]  # the lists of states that its parameters have
-    # Of each parameter the number of its list and its elements, and where the states lie in a home (`State.home`) the
-    # number of that and their first byte there.
+    # For each parameter: the number of its list, and its elements. Where its states lie in a home (`State.home`), also
+    # the number of that home, and their first byte in it.
     bundles: list[list[int]]
     homes: list[int]  # bytes of each home
 
@@ -95,7 +95,7 @@ def _state(param: torch.Tensor, kind: StateKind, homes: list[Home], place: list[
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of a pipeline stage hold, in bytes."""
+    """Counts the bytes that the ranks of a pipeline stage hold."""
 
     parameters: int  # of each rank, with the padding of buffers
     gradients: int  # likewise
@@ -106,8 +106,8 @@ class Held:
     ]  # of each of DDP's for parameters: bytes of an element, of all, of a rank's share
     optimizers: list[OptimizerStates]  # the states of mcore's optimizers, each once
     ranks: list[list[int]]  # of each rank which of them it has
-    # Of DDP's buckets of gradients the number of the last of the stage's tensors in it, with which a backward begins,
-    # and its bytes; none under Megatron-FSDP.
+    # For each of DDP's gradient buckets: the number of its last tensor in the stage, where a backward begins, and its
+    # bytes. Empty under Megatron-FSDP.
     buckets: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod

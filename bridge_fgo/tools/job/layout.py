@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline stage hold, by mcore's own wrappers and optimizers on torch's meta device.
+"""Lays out what the ranks of a pipeline stage hold, by mcore's wrappers and optimizers on torch's meta device.
 
 Bridge wraps the model chunks and builds their optimizer as `pretrain()` does; the engine's own sources say which states
 there are. Runs in the builder, whose process groups do nothing.
