@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,9 +33,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--sleep",
-        choices=("never", "whole", "packed", "touched"),
+        choices=("never", "whole", "packed", "touched", "swapped"),
         default="never",
-        help="how masters leave; touched: see `touch`",
+        help="how masters leave; touched, swapped: see `touch` and `swap`",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--side-stream", action="store_true", help="train and sleep on a stream of its own")
@@ -122,7 +123,6 @@ class Trainer:
 
     def step(self, number: int) -> float:
         """Runs a training step of two microbatches, and returns the sum of their losses."""
-        import torch
         from megatron.core.distributed import finalize_model_grads
 
         self.ddp.zero_grad_buffer()
@@ -130,27 +130,36 @@ class Trainer:
         self.ddp.module.module.set_is_first_microbatch()
         total = 0.0
         for microbatch in range(2):
-            generator = torch.Generator().manual_seed(100 * number + microbatch + 10 * self.rank)
-            rows, length = self.shape
-            row = torch.randint(self.vocab, (rows, length + 1), generator=generator).to(self.device)
-            positions = torch.arange(length, device=self.device).expand(rows, length)
-            square = torch.ones(length, length, dtype=torch.bool, device=self.device)
-            mask = None if self.is_cuda else square.triu(1)[None, None]
-            loss = self.ddp(row[:, :-1], positions, mask, labels=row[:, 1:]).float().mean()
+            loss = self.loss(number, microbatch)
             loss.backward()
             total += float(loss)
         finalize_model_grads([self.ddp])
         self.optimizer.step()
         return total
 
+    def loss(self, number: int, microbatch: int) -> Any:
+        """Returns the loss of a step's microbatch, by a forward."""
+        import torch
+
+        generator = torch.Generator().manual_seed(100 * number + microbatch + 10 * self.rank)
+        rows, length = self.shape
+        row = torch.randint(self.vocab, (rows, length + 1), generator=generator).to(self.device)
+        positions = torch.arange(length, device=self.device).expand(rows, length)
+        square = torch.ones(length, length, dtype=torch.bool, device=self.device)
+        mask = None if self.is_cuda else square.triu(1)[None, None]
+        return self.ddp(row[:, :-1], positions, mask, labels=row[:, 1:]).float().mean()
+
     def sums(self) -> dict[str, int]:
         """Returns sums over the bits of all weights, and of all masters and moments; by no code of the package's."""
-        weights = [buffer.param_data for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers]
-        weights += [parameter.data for parameter in self.ddp.parameters() if not parameter.requires_grad]
         inner = self.optimizer.chained_optimizers[0].optimizer
         states = [tensor for state in inner.state.values() for tensor in state.values()]
         masters = [param for group in inner.param_groups for param in group["params"]]
-        return {"params": sum_of(weights), "masters": sum_of(masters), "moments": sum_of(states)}
+        return {"params": self.sum_of_weights(), "masters": sum_of(masters), "moments": sum_of(states)}
+
+    def sum_of_weights(self) -> int:
+        """Returns a sum over the bits of all weights."""
+        weights = [buffer.param_data for buffer in self.ddp.buffers + self.ddp.expert_parallel_buffers]
+        return sum_of(weights + [param.data for param in self.ddp.parameters() if not param.requires_grad])
 
 
 def sum_of(tensors: list[Any]) -> int:
@@ -266,6 +275,55 @@ def touch(trainer: Trainer) -> dict[str, Any]:
     return {**result, "sums": [trainer.sums()]}
 
 
+def swap(trainer: Trainer) -> dict[str, Any]:
+    """Trains three steps; between them keeps weights, swaps them in awake and asleep, and offloads frozen ones alone.
+
+    Returns the bytes and seconds of each call, beside losses, and sums outside of the swaps and in them.
+    """
+    import torch
+
+    import bridge_fgo
+
+    calls: dict[str, dict[str, float]] = {}
+    result: dict[str, Any] = {"calls": calls, "losses": [trainer.step(0)], "sums": [trainer.sums()], "swapped": []}
+    frozen = sum(param.numel() for param in trainer.ddp.parameters() if not param.requires_grad)
+    result |= {"trained": trainer.parameters - frozen, "frozen": frozen}
+    residency = bridge_fgo.Residency(trainer.ddp, trainer.optimizer)
+    result["link"] = link() if trainer.is_cuda else {"out": 1.0, "back": 1.0}
+
+    def call(name: str, act: Callable[[], Any]) -> None:
+        free, began = memory()["free"], time.perf_counter()
+        moved = act()
+        took = {"seconds": time.perf_counter() - began, "returned": memory()["free"] - free}
+        counted = {count: getattr(moved, count, 0) for count in ("copied", "freed")}
+        calls[name] = {**took, **counted, "pinned": residency.pinned_bytes}
+
+    @torch.no_grad()
+    def weights() -> tuple[int, float]:
+        return trainer.sum_of_weights(), float(trainer.loss(1, 0))
+
+    def swap_as(name: str) -> None:
+        context = residency.weights("first")
+        call(f"{name}, in", context.__enter__)
+        result["swapped"].append(weights())
+        call(f"{name}, out", lambda: context.__exit__(None, None, None))
+
+    result["first"] = weights()
+    call("keep", lambda: residency.keep("first"))
+    call("keep again", lambda: residency.keep("first"))
+    result["losses"].append(trainer.step(1))
+    swap_as("awake")
+    result["sums"].append(trainer.sums())
+    call("frozen out", lambda: residency.offload("params", where=lambda _, param: not param.requires_grad))
+    call("frozen back", lambda: residency.reload("params", where=lambda _, param: not param.requires_grad))
+    residency.offload()
+    swap_as("asleep")
+    call("drop", lambda: residency.drop("first"))
+    residency.reload()
+    result["losses"].append(trainer.step(2))
+    return {**result, "sums": [*result["sums"], trainer.sums()]}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arm."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -275,8 +333,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     import bridge_fgo
 
-    if options.sleep == "touched":
-        print(json.dumps(touch(trainer)), flush=True)
+    if options.sleep in ("touched", "swapped"):
+        print(json.dumps((touch if options.sleep == "touched" else swap)(trainer)), flush=True)
         return
     if options.side_stream and trainer.is_cuda:
         torch.cuda.synchronize()

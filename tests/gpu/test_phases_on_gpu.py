@@ -131,3 +131,24 @@ def test_every_use_of_what_is_away_is_refused_by_name_and_training_goes_on_bitwi
     print(json.dumps(sleeper["refused"], indent=1))
     assert not sleeper["others"] and len(sleeper["refused"]) > 15
     assert (sleeper["losses"], sleeper["sums"]) == (never["losses"][:3], never["sums"][2:3])
+
+
+def test_weights_that_are_kept_swap_in_bitwise_and_a_choice_of_parameters_sleeps_alone() -> None:
+    """What differs crosses the link, once each way; its seconds are printed beside the link's."""
+    small = ("--frozen", "--layers", "8")
+    swapped, never = arm("--sleep", "swapped", *small), arm("--sleep", "never", "--steps", "3", *small)
+    assert (swapped["losses"], swapped["sums"]) == (never["losses"], never["sums"])
+    assert swapped["swapped"] == [swapped["first"]] * 2
+    calls, trained, frozen = swapped["calls"], 2 * swapped["trained"], 2 * swapped["frozen"]
+    for name, one in calls.items():
+        way = "back" if name.endswith(("in", "back")) else "out"
+        alone = one["copied"] / swapped["link"][way]
+        print(f"{name}: {one['copied'] / 1e9:.2f} GB in {one['seconds']:.3f} s, {alone:.3f} s on the link alone")
+        print(f"  {one['freed'] / 1e9:.2f} GB freed, {one['returned'] / 1e9:.2f} GB returned")
+    expected = {"keep": trained + frozen, "keep again": 0, "awake, in": 2 * trained, "asleep, in": trained + frozen}
+    expected |= {"frozen out": frozen, "frozen back": frozen}
+    assert {name: calls[name]["copied"] for name in expected} == pytest.approx(expected, rel=0.01)
+    assert calls["frozen out"]["freed"] == -calls["frozen back"]["freed"] == frozen
+    assert calls["frozen out"]["returned"] >= LEAST_RETURNED * frozen
+    assert calls["asleep, out"]["returned"] >= LEAST_RETURNED * -calls["asleep, in"]["returned"] > 0
+    assert calls["asleep, out"]["pinned"] - calls["drop"]["pinned"] == calls["keep"]["copied"]
