@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, override
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from bridge_fgo.bridge.compat import setting_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
@@ -23,6 +24,13 @@ METHODS = {"ChunkOffloadHandler": ("tensor_pop",), "OffloadTensorPool": ("free",
 """The methods that the waits are added to, by class."""
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
+PIECE_BYTES = 32 * 2**20
+"""Most bytes of saved tensors that one stream copies to the host before another has its turn.
+
+Copies back stay whole: no `.item()` is behind them, backward waits for them, and states would go between pieces.
+"""
+PIECES = "_bridge_fgo_pieces"
+"""Attribute of a pool: its `_InPieces`."""
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
 ON = "fine_grained_activation_offloading"
@@ -98,8 +106,51 @@ def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     return wrapped(*args, **kwargs)
 
 
+class _InPieces(TorchFunctionMode):
+    """Cuts copies into pieces, on the current stream and a second one in turn, for the reason that `Lane` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._second = torch.cuda.Stream()
+        self._run = 0  # bytes that the current stream got since the second one's turn
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # A subclass, of quantized elements say, is not as many bytes in a row.
+        if func is not torch.Tensor.copy_ or type(args[1]) is not torch.Tensor:
+            return func(*args, **kwargs)
+        target, source, *others = args
+        self._run += source.nbytes
+        if self._run <= PIECE_BYTES or torch.cuda.is_current_stream_capturing():
+            return func(*args, **kwargs)
+        step, first = PIECE_BYTES // source.itemsize, torch.cuda.current_stream()
+        streams = self._second, first
+        for i, (to, piece) in enumerate(zip(target.view(-1).split(step), source.view(-1).split(step), strict=True)):
+            # Race: the tensor may not be computed yet. And pieces are one sequence, whose last one is waited for.
+            streams[i % 2].wait_stream(streams[1 - i % 2])
+            with torch.cuda.stream(streams[i % 2]):
+                func(to, piece, *others, **kwargs)
+            self._run = piece.nbytes * (i % 2)
+        # Race: mcore records on this stream alone when the copy has ended and when the tensor's memory is free again.
+        first.wait_stream(self._second)
+        return target
+
+
 @_where_wanted
 def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Copy a saved tensor to the host in pieces, if its node has the memory."""
+    if (pool := getattr(instance, "cpu_tensor_pool", None)) is None:  # a static method before mcore had its pool
+        return wrapped(*args, **kwargs)
+    if instance.is_warmup:
+        _refuse_shortage(wrapped, instance, args, kwargs)
+    if not hasattr(pool, PIECES):
+        setattr(pool, PIECES, _InPieces())
+    with getattr(pool, PIECES):
+        return wrapped(*args, **kwargs)
+
+
+def _refuse_shortage(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Refuse the host copy of a saved tensor for which this node has no memory, in mcore's first iteration.
 
     That makes all of them: every microbatch in flight copies all its groups out. What the offload of states needs is
@@ -109,8 +160,6 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
     Raises:
         ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
     """
-    if not getattr(instance, "is_warmup", False):  # a static method before mcore had its pool
-        return wrapped(*args, **kwargs)
     call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
     tensor = call["src_tensor"]
     of_size = instance.cpu_tensor_pool._pools.get((tensor.shape, tensor.dtype), {})
@@ -123,7 +172,6 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
             f"{readable(_pinned_for_states)} for optimizer states: take modules out of model.offload_modules, lower "
             "OffloadConfig.fraction, or give the job more host memory"
         )
-    return wrapped(*args, **kwargs)
 
 
 @_where_wanted

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.overrides
 from stream_order import Race, StreamOrder
 
 import bridge_fgo
@@ -49,6 +50,8 @@ class Order(StreamOrder):
     def __init__(self):
         super().__init__()
         self.iteration = 0
+        self.copied = []
+        """Stream and bytes of each copy."""
         self._names = itertools.count()
         self._places = {}
         self._storages = []
@@ -106,6 +109,11 @@ def offload(cpu_standins, monkeypatch):
             self.clock, self.iteration = dict(order.clock(stream.name)), order.iteration
 
     def copies(target, source, non_blocking=False, real=torch.Tensor.copy_):
+        if torch.overrides.has_torch_function((target, source)):
+            return torch.overrides.handle_torch_function(
+                copies, (target, source), target, source, non_blocking=non_blocking
+            )
+        order.copied.append((order.current, source.nbytes))
         order.read(order.place(source))
         order.write(order.place(target))
         return real(target, source)
@@ -118,7 +126,7 @@ def offload(cpu_standins, monkeypatch):
 
     for name, made_up in {
         "Stream": Stream, "Event": Event, "current_stream": lambda device=None: Stream(order.current),
-        "stream": lambda stream: order.on(stream.name),
+        "stream": lambda stream: order.on(stream.name), "is_current_stream_capturing": lambda: False,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, made_up)
     monkeypatch.setattr(torch, "empty", empty)
@@ -213,6 +221,60 @@ def test_mcore_copies_more_in_its_first_iteration_alone_which_is_none_that_peaks
         train(offload, schedule, rows=((2,) * 4,) * 5)
     first, *others = (copied.count(iteration) for iteration in range(1, 6))
     assert first > others[0] > 0 and len(set(others)) == 1
+
+
+@EVERY
+@pytest.mark.parametrize("rows", [((2,) * 4,) * 3, LENGTHS])
+def test_copies_to_the_host_in_pieces_race_as_little(offload, waits, schedule, rows, monkeypatch):
+    monkeypatch.setattr(activation_offload, "PIECE_BYTES", 16)
+    with waits():
+        train(offload, schedule, rows)
+    assert {nbytes for _, nbytes in offload.order.copied} >= {8, 16}
+
+
+@pytest.fixture
+def pieces(offload, monkeypatch):
+    """Return what has mcore copy tensors to the host by its own verb, and tells the copies and what came back."""
+    monkeypatch.setattr(activation_offload, "PIECE_BYTES", 64)
+    manager = offload.module.PipelineOffloadManager
+    manager.reset_instance()
+
+    def copy(*tensors):
+        handler = offload.module.ChunkOffloadHandler(1, manager.get_instance().cpu_tensor_pool)
+        with torch.cuda.stream(handler.d2h_stream):
+            on_host = [handler.offload(tensor)[1] for tensor in tensors]
+        copied, offload.order.copied = offload.order.copied, []
+        first = handler.d2h_stream.name
+        return on_host, ["".join(" 2"[stream != first]) + str(nbytes) for stream, nbytes in copied]
+
+    return copy
+
+
+def of(nbytes, dtype=torch.float32):
+    return torch.arange(nbytes // dtype.itemsize).to(dtype)
+
+
+def test_no_stream_gets_more_bytes_than_a_piece_before_another_has_its_turn(waits, pieces):
+    tensors = [of(200), of(40), of(24), of(16), of(65, torch.uint8)]
+    with waits():
+        on_host, copied = pieces(*tensors)
+    assert copied == ["264", " 64", "264", " 8", " 40", "224", " 16", "264", " 1"]
+    for tensor, copy in zip(tensors, on_host, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_what_is_no_plain_row_of_bytes_is_copied_as_mcore_does(waits, pieces, monkeypatch):
+    class Quantized(torch.Tensor):
+        pass
+
+    turned, empty = of(256).view(8, 8).t(), torch.empty(3, 0)
+    with waits():
+        on_host, copied = pieces(turned, empty)
+        assert copied == ["264", " 64", "264", " 64", " 0"] and torch.equal(on_host[0], turned)
+        assert on_host[1].shape == empty.shape
+        assert pieces(of(256).as_subclass(Quantized))[1] == [" 256"]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert pieces(of(256))[1] == [" 256"]
 
 
 def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(offload, monkeypatch):
