@@ -1,4 +1,7 @@
-"""`bridge-fgo report`: compares runs that are over, by their logs in TensorBoard or W&B. Nothing here imports torch."""
+"""`bridge-fgo report`: compares runs that are over, by their logs in TensorBoard or W&B. Nothing here imports torch.
+
+TensorBoard and W&B show the figures of each run. This says what one run saves against another, and at what price.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from bridge_fgo.tools.arms.comparator import Parity, compare_scalar
+from bridge_fgo.tools.arms.comparator import bits
 from bridge_fgo.tools.settings import option
-from bridge_fgo.tools.show import print_table, readable_bytes, readable_number
+from bridge_fgo.tools.show import readable_bytes, readable_number
 
 NOT_EQUAL = 1
 LOSS = "lm loss"
@@ -23,30 +25,13 @@ OURS = "bridge_fgo/"  # of scalars, which have Bridge's TensorBoard tags, this p
 TFEVENTS = "events.out.tfevents*"
 WANDB = "wandb:"
 
-NO_SPEED = "CPU: no speed"  # in place of step times of a run on a CPU, whose copies are stand-ins
-
-TOTALS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "peak_forward_backward_bytes": ("peak in forward and backward", (f"{OURS}peak_forward_backward_bytes",)),
-    "peak_step_bytes": ("peak in the rest of the step", (f"{OURS}peak_step_bytes",)),
-    "peak_allocated_bytes": ("peak allocated", ("memory/mem-max-allocated-gigabytes",)),
-    "peak_reserved_bytes": ("peak reserved", (f"{OURS}peak_reserved_bytes", "memory/mem-max-reserved-gigabytes")),
-    "released_bytes": ("released", (f"{OURS}released_bytes",)),
-    "pinned_bytes": ("pinned host memory", (f"{OURS}pinned_bytes",)),
-    "bytes_offloaded": ("copied to the host in a step", (f"{OURS}bytes_offloaded",)),
-    "bytes_reloaded": ("copied to the GPU in a step", (f"{OURS}bytes_reloaded",)),
-    "gradient_bytes": ("gradients allocated in backward", (f"{OURS}gradient_bytes",)),
-    "gradient_bytes_offloaded": ("gradients copied to the host in a step", (f"{OURS}gradient_bytes_offloaded",)),
-    "gradient_bytes_reloaded": ("gradients copied to the GPU in a step", (f"{OURS}gradient_bytes_reloaded",)),
+PEAKS = {
+    "GPU memory": ("memory/mem-max-allocated-gigabytes",),
+    "reserved GPU memory": (f"{OURS}peak_reserved_bytes", "memory/mem-max-reserved-gigabytes"),
+    "GPU memory in forward and backward": (f"{OURS}peak_forward_backward_bytes",),
 }
-"""Figures of a whole run in bytes: their headings, and tags, of which the first that was logged counts. Its largest
-value is the figure."""
-
-COMPARED_PEAKS = {
-    "peak_allocated_bytes": "GPU memory",
-    "peak_reserved_bytes": "reserved GPU memory",
-    "peak_forward_backward_bytes": "GPU memory in forward and backward",
-}
-"""Peaks that tell what was saved, and of what; the first that both runs have is taken."""
+"""Peaks that tell what was saved, of which the first that both runs logged is taken. By what to call each, its tags, of
+which the first that a run logged counts."""
 
 FUSED_LOSS = (
     " Two runs alike may differ, too: the fused cross-entropy, compiled by torch, ends in one of two results. To "
@@ -81,9 +66,8 @@ class Run:
     name: str
     is_fp32: bool  # whether the log keeps 32 bits of each number, as TensorBoard does
     scalars: Scalars = field(default_factory=dict)  # by name and step (counted from 1), in seconds where they are times
-    totals: dict[str, float] = field(default_factory=dict)  # see `TOTALS`; what a run did not log is not in it
     note: str = ""  # what of the log does not belong to the run
-    is_beside: bool = False  # shown for its memory and speed, and not asked to be bitwise equal
+    is_beside: bool = False  # compared by its memory and speed, and not asked to be bitwise equal
 
     @property
     def on_cpu(self) -> bool:
@@ -91,27 +75,31 @@ class Run:
         logged = {tag.removeprefix(OURS) for tag in self.scalars if tag.startswith(OURS)}
         return bool(logged) and not any(tag.startswith("peak") for tag in logged)
 
+    def peak(self, tags: tuple[str, ...]) -> float | None:
+        """Return the highest value in bytes of the first tag that was logged; None without one."""
+        tag = next((tag for tag in tags if tag in self.scalars), None)
+        return None if tag is None else max(self.scalars[tag].values()) * (1e9 if tag.endswith("gigabytes") else 1.0)
+
 
 def run(settings: Settings) -> int:
     """Compare runs: GPU memory saved, step time, and whether losses and gradient norms are equal to the last bit.
 
-    The first run is the one that the others are compared with. TensorBoard and W&B draw the curves. Exit status: 0, 1
-    where another run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
+    The first run is the one that the others are compared with. TensorBoard and W&B show the figures of each. Exit
+    status: 0, 1 where another run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
     """
     found = [(path, load(path)) for path in settings.runs]
     found += [(path, replace(load(path), is_beside=True)) for path in settings.beside or ()]
-    runs = _named_apart(found)
-    others = [(run, compare_runs(runs[0], run)) for run in runs[1:]]
-    for each, parity in others:
-        typer.echo(verdict(runs[0], each, parity))
-    for each in runs:
+    first, *others = _named_apart(found)
+    if not others:
+        raise ValueError(f"{found[0][0]}: a run is compared with another; name that too")
+    parities = [compare_runs(first, each) for each in others]
+    for each, parity in zip(others, parities, strict=True):
+        typer.echo(verdict(first, each, parity))
+    for each in (first, *others):
         if each.note:
             typer.echo(each.note)
-    console = Console(markup=False)
-    print_table(console, _overview(runs, others))
-    if any(parity for _, parity in others):
-        print_table(console, _parity_table(others))
-    return 0 if all(run.is_beside or is_bitwise_equal(parity) for run, parity in others) else NOT_EQUAL
+    pairs = zip(others, parities, strict=True)
+    return 0 if all(each.is_beside or is_bitwise_equal(parity) for each, parity in pairs) else NOT_EQUAL
 
 
 def load(given: str) -> Run:
@@ -155,25 +143,40 @@ def _named_apart(found: list[tuple[str, Run]]) -> list[Run]:
     return [run for _, run in found]
 
 
+@dataclass(frozen=True)
+class Parity:
+    """A scalar of two runs, over the steps that both logged: the first that differs, and both values there."""
+
+    part: str
+    steps: int
+    first_different: int | None
+    values: tuple[float, float] | None
+
+
 def compare_runs(first: Run, second: Run) -> list[Parity]:
     """Compare every loss and the gradient norm of two runs."""
     losses = {name for name in first.scalars if name.endswith("loss") and "validation" not in name} | {LOSS, GRAD_NORM}
-    names = [name for name in first.scalars if name in second.scalars and name in losses]
     # TensorBoard keeps 32 bits of a number, so that is what can be compared. Bridge's losses have no more.
     as_fp32 = first.is_fp32 or second.is_fp32
-    return [compare_scalar(name, first.scalars[name], second.scalars[name], as_fp32) for name in names]
+    found = []
+    for name in (name for name in first.scalars if name in second.scalars and name in losses):
+        ours, theirs = first.scalars[name], second.scalars[name]
+        steps = sorted(ours.keys() & theirs.keys())
+        step = next((step for step in steps if bits(ours[step], as_fp32) != bits(theirs[step], as_fp32)), None)
+        found.append(Parity(name, len(steps), step, None if step is None else (ours[step], theirs[step])))
+    return found
 
 
 def is_bitwise_equal(parts: list[Parity]) -> bool:
-    """Return whether equality was shown: all parts are equal, and a loss of at least one step is among them."""
-    return any(part.part == LOSS and part.steps for part in parts) and all(part.equal for part in parts)
+    """Return whether equality was shown: nothing differs, and a loss of at least one step is among what is compared."""
+    return any(part.part == LOSS and part.steps for part in parts) and not any(part.values for part in parts)
 
 
-def step_seconds(run: Run) -> tuple[float, float, float] | None:
-    """Return median, least and most seconds of the steps from the fourth on; None where they tell nothing."""
-    logged = {} if run.on_cpu else run.scalars.get(SECONDS, {})
+def step_seconds(run: Run) -> float | None:
+    """Return the median seconds of the steps from the fourth on; None where they tell nothing."""
+    logged = run.scalars.get(SECONDS, {})
     seconds = [value for step, value in logged.items() if step >= min(logged) + 3]
-    return (statistics.median(seconds), min(seconds), max(seconds)) if seconds else None
+    return statistics.median(seconds) if seconds else None
 
 
 def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
@@ -182,116 +185,48 @@ def verdict(first: Run, second: Run, parity: list[Parity]) -> str:
     return f"{second.name} against {first.name}: {'; '.join(told)}"
 
 
-def _saved(first: Run, second: Run) -> tuple[str, float, float] | None:
-    """Return which memory two runs have a peak of in common, and both peaks in bytes; None where they have none."""
-    common = next((name for name in COMPARED_PEAKS if name in first.totals and name in second.totals), None)
-    return None if common is None else (COMPARED_PEAKS[common], first.totals[common], second.totals[common])
-
-
-def _slower(first: Run, second: Run) -> float | None:
-    """Return by which share the median step of `second` is longer; None where that is not known of both."""
-    before, after = step_seconds(first), step_seconds(second)
-    return None if before is None or after is None else after[0] / before[0] - 1
-
-
 def _memory(first: Run, second: Run) -> str:
-    saved = _saved(first, second)
-    if saved is None:
-        return "no peak of memory that both logged"
-    what, before, after = saved
-    share = f"{abs(before - after) / before:.0%}, " if before else ""
-    more = "more" if after > before else "less"
-    peaks = f"({share}{readable_bytes(before)} to {readable_bytes(after)})"
-    return f"{readable_bytes(abs(before - after))} {more} {what} {peaks}"
+    peaks = {what: (first.peak(tags), second.peak(tags)) for what, tags in PEAKS.items()}
+    for what, (before, after) in peaks.items():
+        if before is not None and after is not None:
+            share = f"{abs(before - after) / before:.0%}, " if before else ""
+            more = "more" if after > before else "less"
+            told = f"({share}{readable_bytes(before)} to {readable_bytes(after)})"
+            return f"{readable_bytes(abs(before - after))} {more} {what} {told}"
+    return "no peak of memory that both logged"
 
 
 def _speed(first: Run, second: Run) -> str:
     if first.on_cpu or second.on_cpu:
-        return NO_SPEED
+        return "CPU: no speed"  # copies are stand-ins there
     before, after = step_seconds(first), step_seconds(second)
-    share = _slower(first, second)
-    if before is None or after is None or share is None:
+    if before is None or after is None:
         return "no step time that both logged"
-    return f"steps {abs(share):.1%} {'faster' if share < 0 else 'slower'} ({before[0]:.3f} to {after[0]:.3f} s)"
+    share = after / before - 1
+    return f"steps {abs(share):.1%} {'faster' if share < 0 else 'slower'} ({before:.3f} to {after:.3f} s)"
 
 
 def _equality(first: Run, second: Run, parity: list[Parity]) -> str:
-    different = [(part.first_different, part.part) for part in parity if part.first_different is not None]
     if second.is_beside:
         return "not meant to be bitwise equal."
     if is_bitwise_equal(parity):
         logged = [len(run.scalars.get(LOSS, ())) for run in (first, second)]
-        over = f" over {min(part.steps or 0 for part in parity)} steps"
+        over = f" over {min(part.steps for part in parity)} steps"
         if len(set(logged)) > 1:
             over += f" (they logged {logged[0]} and {logged[1]})"
         return f"bitwise equal{over}: {', '.join(part.part for part in parity)}."
+    different = [(part.first_different, part.part, part.values) for part in parity if part.values is not None]
     if not different:
         return "not shown to be equal, as there is no step of which both logged a loss."
-    step, part = min(different)
-    return f"NOT bitwise equal, first at step {step} in {part}.{FUSED_LOSS}"
-
-
-def _overview(runs: list[Run], others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:
-    """Return the cells of the table of figures, a run a column: its head first, then what differs from the first."""
-    rows = [["", *(run.name for run in runs)]]
-    if others:
-        first = runs[0]
-        saved, slower, equal = [f"saved against {first.name}", "-"], ["steps slower", "-"], ["bitwise equal", "-"]
-        for run, parity in others:
-            peaks, share = _saved(first, run), _slower(first, run)
-            saved.append("-" if peaks is None else readable_bytes(peaks[1] - peaks[2]))
-            unknown = NO_SPEED if first.on_cpu or run.on_cpu else "-"
-            slower.append(unknown if share is None else f"{share:+.1%}")
-            different = any(not part.equal for part in parity)
-            equal.append("yes" if is_bitwise_equal(parity) else "NO" if different else "-")
-        rows += [saved, slower, equal]
-    rows.append(["steps logged", *(str(max(map(len, run.scalars.values()), default=0)) for run in runs)])
-    seconds = ["step, median (min-max), from the fourth on"]
-    for run in runs:
-        figures = step_seconds(run)
-        unknown = NO_SPEED if run.on_cpu else "-"
-        seconds.append(unknown if figures is None else "{:.3f} s ({:.3f}-{:.3f})".format(*figures))
-    rows.append(seconds)
-    rows.append(["peak after the first steps, planned / measured", *map(_planned_and_measured, runs)])
-    for name, (label, _) in TOTALS.items():
-        if any(run.totals.get(name) for run in runs):
-            rows.append([label, *(readable_bytes(run.totals.get(name)) for run in runs)])
-    return [rows[0], *(row for row in rows[1:] if set(row[1:]) - {"-", NO_SPEED})]
-
-
-def _planned_and_measured(run: Run) -> str:
-    """Return the highest peak that the engine planned, and the highest of the steps that had a plan."""
-    planned = run.scalars.get(f"{OURS}planned_peak_bytes", {})
-    measured = [
-        value
-        for tag in ("peak_forward_backward_bytes", "peak_step_bytes")
-        for step, value in run.scalars.get(f"{OURS}{tag}", {}).items()
-        if step in planned
-    ]
-    return f"{readable_bytes(max(planned.values()))} / {readable_bytes(max(measured))}" if measured else "-"
-
-
-def _parity_table(others: list[tuple[Run, list[Parity]]]) -> list[list[str]]:
-    rows = [["run", "part", "steps of both", "bitwise equal", "first different", "largest difference"]]
-    for run, parity in others:
-        for part in parity:
-            at = "-"
-            if part.first_different is not None and part.values is not None:
-                at = f"step {part.first_different}: {' / '.join(map(readable_number, part.values))}"
-            equal = "yes" if part.equal and part.steps != 0 else "NO" if not part.equal else "-"
-            rows.append([run.name, part.part, str(part.steps), equal, at, readable_number(part.largest)])
-    return rows
+    step, part, values = min(different)
+    told = " and ".join(map(readable_number, values))
+    return f"NOT bitwise equal, first at step {step} in {part}: {told}.{FUSED_LOSS}"
 
 
 def _of_log(name: str, scalars: Scalars, **others: Any) -> Run:
-    """Return the run of a log, and work out the figures of the whole run from those of its steps."""
+    """Return the run of a log."""
     scalars = {tag: values for tag, values in scalars.items() if not tag.endswith(" vs samples") and values}
-    run = Run(name=name, scalars=scalars, **others)
-    for total, (_, tags) in TOTALS.items():
-        for tag in [tag for tag in tags if tag in scalars][:1]:
-            unit = 1e9 if tag.endswith("gigabytes") else 1.0
-            run.totals[total] = max(scalars[tag].values()) * unit
-    return run
+    return Run(name=name, scalars=scalars, **others)
 
 
 def _tensorboard(path: Path, name: str) -> Run:
