@@ -6,27 +6,28 @@ Takes less than a minute, most of it to import Bridge. `reach.md` has the table,
 """
 
 import argparse
+import ast
 import contextlib
 import importlib
 import inspect
 import logging
 import os
-import pkgutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bridge_fgo.bridge.compat import FLAG
+from bridge_fgo.bridge.compat import FLAG, source_of
 from bridge_fgo.bridge.refusals import all_refusals
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.target import config_functions as read_from_sources
 from bridge_fgo.tools.standins.cuda import without_gpu
 from bridge_fgo.tools.standins.hollow import import_bridge
 
-PACKAGES = ("megatron.bridge.recipes", "megatron.bridge.perf_recipes", "megatron.bridge.diffusion.recipes")
+FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
+PACKAGES = tuple(f"megatron.bridge.{folder.replace('/', '.')}" for folder in FOLDERS)
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
 
@@ -38,40 +39,43 @@ ORDER = ("accepted", "refused", "Bridge refuses", "not built")
 """Outcomes: the first two are this package's; Bridge's validation raised; the function raised."""
 
 
-def config_functions() -> dict[Callable[..., Any], set[str]]:
-    """Return the config functions of `PACKAGES`, each with the public names that its modules give it.
+def config_functions() -> dict[str, Callable[..., Any]]:
+    """Return the config functions of Bridge's sources, by module and name.
 
-    A config function is public, is annotated to return a ConfigContainer, and can be called without arguments. Bridge
-    names one function several times: by its GPUs and precision where it is defined, and by a short alias.
+    A config function is public, is annotated to return a ConfigContainer, and can be called without arguments.
 
     Raises:
         ImportError: a module of Bridge's recipes cannot be imported, so that what it holds is not known.
     """
+    found = {}
+    top = source_of("megatron.bridge")
+    assert top
+    bridge = top.parent
+    for path in (path for folder in FOLDERS for path in sorted((bridge / folder).rglob("*.py"))):
+        parts = path.relative_to(bridge).with_suffix("").parts
+        module = ".".join(("megatron.bridge", *parts)).removesuffix(".__init__")
+        imported = importlib.import_module(module)
+        for node in ast.parse(path.read_text()).body:
+            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.returns is None:
+                continue
+            without_arguments = len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
+            is_one = ast.unparse(node.returns).strip("'\"") == "ConfigContainer"
+            if is_one and without_arguments and None not in node.args.kw_defaults:
+                found[f"{module}.{node.name}"] = getattr(imported, node.name)
+    return found
 
-    def cannot_be_imported(name: str) -> None:
-        raise ImportError(f"{name}: a package of Bridge's recipes could not be imported")
 
-    names: dict[Callable[..., Any], set[str]] = {}
-    for package in map(importlib.import_module, PACKAGES):
-        walked = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=cannot_be_imported)
-        for module in [package, *(importlib.import_module(found.name) for found in walked)]:
-            for name, value in vars(module).items():
-                if not name.startswith("_") and _makes_config(value):
-                    names.setdefault(value, set()).add(name)
-    return names
+def names_of(functions: Collection[Callable[..., Any]]) -> dict[Callable[..., Any], set[str]]:
+    """Return the public names that the modules of Bridge's recipes give each function.
 
-
-def _makes_config(value: Any) -> bool:
-    if not inspect.isfunction(value) or not value.__module__.startswith(PACKAGES) or value.__name__.startswith("_"):
-        return False
-    signature = inspect.signature(value)
-    returned = signature.return_annotation
-    name = returned.strip("'\"") if isinstance(returned, str) else getattr(returned, "__name__", "")
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return name == "ConfigContainer" and all(
-        parameter.kind in optional or parameter.default is not parameter.empty
-        for parameter in signature.parameters.values()
-    )
+    By its GPUs and precision where it is defined, and by a short alias.
+    """
+    found: dict[Callable[..., Any], set[str]] = {function: set() for function in functions}
+    for module in (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES)):
+        for name, value in vars(module).items():
+            if inspect.isfunction(value) and value in found and not name.startswith("_"):
+                found[value].add(name)
+    return found
 
 
 def verdict_of(function: Callable[..., Any]) -> tuple[str, str, str]:
@@ -195,15 +199,13 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # Bridge prints what it turns on
         import_bridge()
         functions = config_functions()
-        verdicts = {}
-        modules = read_from_sources()
+        modules, names = read_from_sources(), names_of(functions.values())
+        for function in functions.values():  # what `plan` reads without an import is what is there
+            named = [name for name in names[function] if modules.get(name) == function.__module__]
+            assert named or function.__module__ != modules.get(function.__name__)
         with without_gpu(), without_hugging_face():
-            for function in functions:
-                verdicts[f"{function.__module__}.{function.__name__}"] = verdict_of(function)
-                named = [name for name in functions[function] if modules.get(name) == function.__module__]
-                assert named or function.__module__ != modules.get(function.__name__)
-    assert len(verdicts) == len(functions), "two functions of one name and module"
-    sys.stdout.write(table(verdicts, sum(map(len, functions.values())), verbose=verbose))
+            verdicts = {name: verdict_of(function) for name, function in functions.items()}
+    sys.stdout.write(table(verdicts, sum(map(len, names.values())), verbose=verbose))
 
 
 if __name__ == "__main__":
