@@ -105,7 +105,7 @@ def test_a_microbatch_hides_gradients_where_it_takes_as_long_as_their_way(capsys
 
 
 def test_lazy_gradients_are_recommended_where_a_step_has_one_microbatch_and_nothing_refuses_them(monkeypatch):
-    monkeypatch.setattr(recommend, "compute_of", lambda *_: Compute(0.1, 0.2, 0.0, 1.0))
+    monkeypatch.setattr(recommend, "compute_of", lambda *_: Compute(0.1, 0.2, 0.0, 1.0, 1.0))
     (link,) = links("B300", None, 1)
 
     def names(job):

@@ -17,7 +17,7 @@ from bridge_fgo.tools.job.recomputation import KINDS, OFFLOADED
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
 from bridge_fgo.tools.plan.command import check_of
-from bridge_fgo.tools.plan.compute import compute_of
+from bridge_fgo.tools.plan.compute import Compute, compute_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
@@ -116,13 +116,30 @@ def test_activation_offload_is_offered_with_its_terms_and_costs_what_it_cannot_h
     (term,) = (term for term in found.terms if term.startswith("activations offloaded"))
     assert "0.81 GB a microbatch take 0.015 s to the host and 0.015 s back. What " in term
     assert "do not hide, 0.000 s, is added" in term and "NVTE_CPU_OFFLOAD_V1=1" in term
-    (link,) = links("H200", 5.0, 1)
+    (link,) = links("H200", 1.0, 1)
     slow = recommend.Recommender(job(FIVE, 1), replace(link, name="H200")).recommend()
     compute = compute_of(job(FIVE, 1), "H200")
-    crossing = of_four / 5e9
-    added = max(0.0, crossing - compute.forward) + max(0.0, crossing - compute.whole_backward)
-    assert added > 0
+    of_microbatch = compute.forward + compute.whole_backward
+    # The link is busy from half-way through the first layer's forward to half-way through its backward.
+    added = 2 * of_four / 1e9 + of_microbatch * (compute.in_layers / 5 / 2 - 1)
     assert choice(slow, "activations offloaded").step == pytest.approx(slow.choices[0].step + 2 * added)
+
+
+@pytest.mark.parametrize(
+    ("out", "back", "in_layers", "added"),
+    [
+        (1, 2, 1.0, 0.0),
+        (3, 3, 1.0, 0.5 + 9 + 9 + 1 - 12),
+        (1.5, 2, 1.0, 0.0),
+        (2, 1, 1.0, 0.5 + 6 + 1 - 7),  # the third layer is late on the host, and so are its copies back
+        (2, 1, 0.5, 0.0),  # the output layer's backward is before them
+        (1, 3, 1.0, 1 + 1 + 1),
+    ],
+)
+def test_copies_of_a_layer_hide_behind_the_layers_around_it(out, back, in_layers, added):
+    """A layer's forward takes a second and its backward two, where layers are all there is; the last is not copied."""
+    compute = Compute(4.0, 8.0, 0.0, 1.0, in_layers, (*(((out, back),) * 3), (0, 0)))
+    assert compute.exposed == pytest.approx(added)
 
 
 def test_beside_a_configs_own_activation_offload_no_way_is_told_whose_activations_are_not_counted():

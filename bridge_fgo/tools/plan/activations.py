@@ -216,15 +216,17 @@ def pinned_bytes(job: Job, stage: int) -> int | None:
     return blocks * _microbatches_in_flight(job, stage) // chunks_of(model)
 
 
-def copied_bytes(job: Job, stage: int) -> int:
-    """Return the bytes of a microbatch's activations that are copied each way.
+def copied_bytes(job: Job, stage: int) -> list[int]:
+    """Return the bytes of a microbatch's activations that are copied each way, of each layer of a stage.
 
     Those of modules that mcore offloads, of all layers but the last; or of layers that Transformer Engine offloads.
     """
+    layers = layers_of_stage(job, stage)
     if count := offloaded_layers(job.config.model):
-        of_layers = [_layer(job, layer.has_experts) for layer in layers_of_stage(job, stage)[:count]]
-        return sum(of_layer.kept - of_layer.not_contiguous for of_layer in of_layers)
-    return sum(size for of_layer in _copies(job, stage)[:-1] for size in of_layer)
+        of_layers = [_layer(job, layer.has_experts) for layer in layers]
+        sizes = [of_layer.kept - of_layer.not_contiguous for of_layer in of_layers]
+        return [size if place < count else 0 for place, size in enumerate(sizes)]
+    return [*map(sum, _copies(job, stage)[:-1]), 0]
 
 
 def _copies(job: Job, stage: int) -> list[list[int]]:

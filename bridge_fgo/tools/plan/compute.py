@@ -38,15 +38,26 @@ class Compute:
     """Seconds of one microbatch on the slowest stage's rank, and how many there are.
 
     recomputed: what its backward does again of the forward. steps_of_a_pipeline: microbatches, and as many more as the
-    pipeline's stages wait to fill and drain it. out, back: what copies of its activations take of the link.
+    pipeline's stages wait to fill and drain it. in_layers: the share of forward and backward that layers take. copies:
+    what those of each layer's activations take of the link, out and back.
     """
 
     forward: float
     backward: float
     recomputed: float
     steps_of_a_pipeline: float
-    out: float = 0.0
-    back: float = 0.0
+    in_layers: float
+    copies: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def out(self) -> float:
+        """Seconds of copies of a microbatch's activations to the host."""
+        return sum(out for out, _ in self.copies)
+
+    @property
+    def back(self) -> float:
+        """Seconds of the same copies back."""
+        return sum(back for _, back in self.copies)
 
     @property
     def whole_backward(self) -> float:
@@ -55,8 +66,27 @@ class Compute:
 
     @property
     def exposed(self) -> float:
-        """Seconds of copies of activations in a microbatch that neither its forward nor its backward hides."""
-        return max(0.0, self.out - self.forward) + max(0.0, self.back - self.whole_backward)
+        """Seconds by which copies of activations make a microbatch longer.
+
+        In each layer they begin, and are needed again, half-way: attention's earlier, experts' later. A layer is copied
+        back from half-way through the backward of the layer behind it, by mcore 0.19.2's order of groups.
+        """
+        share = self.in_layers / max(1, len(self.copies))
+        of_forward, of_backward = self.forward * share, self.whole_backward * share
+        on_host, ended = [], 0.0
+        for place, (out, _) in enumerate(self.copies):
+            ended = max(ended, (place + 0.5) * of_forward) + out
+            on_host.append(ended)
+        now, waited = self.forward + self.whole_backward * (1 - self.in_layers), 0.0
+        half_way = link = self.forward
+        for (_, back), ended in zip(reversed(self.copies), reversed(on_host), strict=True):
+            begun, half_way = half_way, now + of_backward / 2
+            if back:
+                link = max(link, begun, ended) + back
+                waited += max(0.0, link - half_way)
+                half_way = max(half_way, link)
+            now = half_way + of_backward / 2
+        return waited
 
     @property
     def step(self) -> float:
@@ -70,7 +100,7 @@ def compute_of(job: Job, system: str, forward: float | None = None, backward: fl
     Where the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
     unless it is given too.
     """
-    slowest = max((_stage(job, stage, system) for stage in range(job.parallel.pipeline)), key=sum)
+    slowest = max((_stage(job, stage, system) for stage in range(job.parallel.pipeline)), key=lambda of: sum(of[:3]))
     scale = 1.0 if forward is None else forward / slowest.forward
     if backward is None:
         backward = slowest.backward if forward is None else 2 * forward
@@ -79,6 +109,7 @@ def compute_of(job: Job, system: str, forward: float | None = None, backward: fl
         backward=backward,
         recomputed=slowest.recomputed * scale,
         steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks_of(job.config.model),
+        in_layers=slowest.in_layers,
     )
 
 
@@ -86,6 +117,8 @@ class _Seconds(NamedTuple):
     forward: float
     backward: float
     recomputed: float
+    in_layers: float
+    """Share of the forward that the layers take."""
 
 
 def _stage(job: Job, stage: int, system: str) -> _Seconds:
@@ -107,18 +140,20 @@ def _stage(job: Job, stage: int, system: str) -> _Seconds:
         products, passes = products // 2, 0.0  # fused attention leaves out what the causal mask does
     attention = products / speed + FORWARD_PASSES * passes
     forward = sum(weights.values()) / speed
+    in_layers = sum(flops for name, flops in weights.items() if ".layers." in name) / speed + attention
+    seconds = {name: flops / speed for name, flops in weights.items()}
     return _Seconds(
         forward + attention,
         2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
-        _recomputed(model, {name: flops / speed for name, flops in weights.items()}, attention, layers),
+        _recomputed(model, seconds, attention, in_layers, layers),
+        in_layers / (forward + attention),
     )
 
 
-def _recomputed(model: Any, seconds: dict[str, float], attention: float, layers: int) -> float:
+def _recomputed(model: Any, seconds: dict[str, float], attention: float, in_layers: float, layers: int) -> float:
     """Return the seconds of the forward that the backward of a microbatch does again; seconds: of each weight."""
     granularity, is_block, number = recomputation(model)
     if granularity == "full":
-        in_layers = sum(value for name, value in seconds.items() if ".layers." in name) + attention
         return in_layers * min(1.0, number / max(1, layers)) if is_block else in_layers
     modules = recomputed_modules(model)
     parts = [RECOMPUTED_PARTS[name] for name in modules if name in RECOMPUTED_PARTS]

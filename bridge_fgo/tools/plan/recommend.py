@@ -155,14 +155,14 @@ class Recommender:
 
     def _compute(self, job: Job) -> Compute:
         copied, compute = _copied(job), compute_of(job, self._link.name, self._forward, self._backward)
-        return replace(compute, out=copied / self._in_node.d2h, back=copied / self._in_node.h2d)
+        return replace(compute, copies=tuple((size / self._in_node.d2h, size / self._in_node.h2d) for size in copied))
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
         estimate = self._estimate(job, everything=True)
         peak, flag = estimate.resident_peak, (FLAG_OFF,) if self._job.flag else ()
         pinned = max(stage.copies for stage in estimate.stages) * self._gpus_of_node
         fits, close = peak <= self._room and pinned <= self._of_host, close_call(estimate, self._room, peak)
-        return self._choice(name, (*flag, *overrides), peak, _copied(job), self._compute(job).step, fits, close)
+        return self._choice(name, (*flag, *overrides), peak, sum(_copied(job)), self._compute(job).step, fits, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
@@ -189,7 +189,7 @@ class Recommender:
         free = compute.forward - compute.out, compute.whole_backward - compute.back
         beside = replace(compute, forward=max(0.0, free[0]), backward=max(0.0, free[1]))
         estimate = self._estimate(job, everything, beside, offload)
-        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages) + _copied(job)
+        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages) + sum(_copied(job))
         (row,) = estimate.links
         flag = () if self._job.flag else (FLAG_ON,)
         # The config's own fraction and budget are not those of this choice.
@@ -305,7 +305,7 @@ class Recommender:
         """Yield what the copies of activations take, where there are any."""
         compute = self._compute(job)
         asked = ". Set NVTE_CPU_OFFLOAD_V1=1 in the environment" if offload_modules(job.config.model) else ""
-        if copied := _copied(job):
+        if copied := sum(_copied(job)):
             yield (
                 f"activations offloaded: {copied / 1e9:.2f} GB a microbatch take {compute.out:.3f} s to the host and "
                 f"{compute.back:.3f} s back. What its forward and backward do not hide, {compute.exposed:.3f} s, is "
@@ -337,9 +337,9 @@ class Recommender:
         )
 
 
-def _copied(job: Job) -> int:
-    """Return the bytes of a microbatch's activations that go to the host, of the stage with the most."""
-    return max(copied_bytes(job, stage) for stage in range(job.parallel.pipeline))
+def _copied(job: Job) -> list[int]:
+    """Return the bytes of a microbatch's activations that go to the host, by layer of the stage with the most."""
+    return max((copied_bytes(job, stage) for stage in range(job.parallel.pipeline)), key=sum)
 
 
 def on_gpus(job: Job, gpus: int) -> Job:
