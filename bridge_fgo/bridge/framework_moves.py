@@ -17,7 +17,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
-from bridge_fgo.sleep.moved import Kind
+from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES, Kind
 from bridge_fgo.sleep.weights import Where
 
 _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
@@ -39,6 +40,14 @@ _refused = weakref.WeakKeyDictionary[torch.nn.Module, str]()
 
 _moved = weakref.WeakSet[Residency]()
 """Those of which a function has moved all that it will ask of the functions that it calls."""
+
+
+_left = dict[frozenset[Kind], int]()
+"""For each set of kinds that are away, the fewest bytes on the GPU since garbage was last collected there."""
+
+
+PYTHONS_OWN_FROZEN = 1000
+"""If more objects are frozen than Python's immortal ones (375 in 3.12), a user froze them: imports make 800,000."""
 
 
 class Move(NamedTuple):
@@ -87,7 +96,8 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
             return move.result
         _moved.add(res)
         try:
-            result = wrapped(*args, **kwargs)
+            with _collecting_new_objects(res.away) if is_outermost and move.offloads else nullcontext():
+                result = wrapped(*args, **kwargs)
         finally:
             if is_outermost:
                 _moved.discard(res)
@@ -96,6 +106,28 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         return result
 
     return wrapper
+
+
+@contextmanager
+def _collecting_new_objects(away: frozenset[Kind]) -> Iterator[None]:
+    """Context in which `gc.collect()` looks at new objects alone, unless old ones may hold GPU memory.
+
+    NeMo-RL collects garbage in each sleep: 0.43 s with 818,000 objects. Here all are looked at in the first sleep, and
+    when after a sleep `LEAST_KEPT_BYTES` more are on the GPU than were left before. Garbage on the host is left to
+    Python's automatic collections; without these, or where a user has frozen objects, nothing changes.
+    """
+    allocated = torch.cuda.memory_allocated()
+    may_hold = away not in _left or allocated > _left[away] + LEAST_KEPT_BYTES
+    if may_hold or not gc.isenabled() or gc.get_freeze_count() > PYTHONS_OWN_FROZEN:
+        yield
+        _left[away] = torch.cuda.memory_allocated()
+        return
+    _left[away] = min(_left[away], allocated)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _residency(move: Move, make: bool) -> Residency | None:
@@ -163,6 +195,7 @@ def close_all() -> None:
     for res in list(_made):
         res.close()
     _made.clear()
+    _left.clear()
 
 
 def _kinds(params: bool = False, grads: bool = False, states: bool = False) -> list[Kind]:

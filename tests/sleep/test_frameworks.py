@@ -5,10 +5,12 @@ The frameworks are modules with their functions' names and parameters, which not
 
 import datetime
 import functools
+import gc
 import importlib
 import re
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 
 import both
@@ -20,6 +22,7 @@ from sleeping import buffers, gone
 
 import bridge_fgo
 from bridge_fgo.bridge import framework_moves, framework_names, installation
+from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -532,6 +535,45 @@ def test_functions_behind_a_decorator_that_passes_all_on_are_patched(modules, sl
         sleep()
         assert bridge_fgo.Residency.of(me.training.model).away
         wake()
+
+
+def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_costs_no_time_elsewhere(
+    modules, sleeper, monkeypatch
+):
+    """NeMo-RL's own function collects all. A thing in a circle that holds memory holds three times what counts."""
+    modules(('CALLS.append("offload_before_refit")', "import gc; gc.collect()"))
+    things = weakref.WeakSet()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * LEAST_KEPT_BYTES * sum(t.holds for t in things))
+
+    class Thing:
+        def __init__(self, holds):
+            self.itself, self.holds = self, holds
+            things.add(self)
+
+    def drop_old(*holding):
+        made = [Thing(holds) for holds in holding]
+        gc.collect()  # they are old objects from here on
+        assert len(things) == len(made)
+
+    me = sleeper()
+    gc.unfreeze()  # what `cpu_standins` froze is taken for a user's
+    try:
+        with bridge_fgo.install(frameworks="nemo_rl"):
+            _, sleep, wake = nemo_rl(me.training)
+            for number, (holding, left) in enumerate([((1, 0), 0), ((0,), 1), ((1, 0), 0), ((0,), 1)]):
+                drop_old(*holding)
+                sleep()
+                assert len(things) == left, f"in sleep {number}"
+                assert gc.get_freeze_count() <= framework_moves.PYTHONS_OWN_FROZEN
+                wake()
+                gc.collect()
+            gc.freeze()
+            frozen = gc.get_freeze_count()
+            sleep()
+            assert gc.get_freeze_count() > 0.9 * frozen
+            wake()
+    finally:
+        gc.freeze()
 
 
 def test_nothing_moves_while_a_rank_handles_an_error(modules, sleeper):
