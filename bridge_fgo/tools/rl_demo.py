@@ -13,7 +13,7 @@ from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.runner import ArmRun, Event
 from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
-from bridge_fgo.tools.iteration_picture import draw_iteration, states_of_run
+from bridge_fgo.tools.memory_picture import draw_memory, states_of_run
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
     same_rewards = resident.values("reward") == sleeping.values("reward")
     equal = {"rewards": same_rewards, **compare(resident, sleeping).parts}
     if settings.picture is not None:
-        draw_iteration(states_of_run(sleeping), settings.picture, "One iteration, as it was measured")
+        draw_memory(states_of_run(sleeping), settings.picture, "One iteration, as it was measured")
     if settings.json_output:
         print(json.dumps(json_report(resident, sleeping, equal), allow_nan=False))
     else:

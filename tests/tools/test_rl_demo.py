@@ -13,8 +13,8 @@ from bridge_fgo.tools import demo, rl_demo
 from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.arms.rl.arm import parse
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.iteration_picture import State, states_of_run
 from bridge_fgo.tools.main import app
+from bridge_fgo.tools.memory_picture import State, states_of_run
 
 FAKE_ARM = """
     import argparse, json, sys

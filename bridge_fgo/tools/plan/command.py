@@ -10,15 +10,14 @@ from dataclasses import asdict, replace
 from rich.console import Console
 
 from bridge_fgo.options import command_line
-from bridge_fgo.tools.iteration_picture import draw_iteration
 from bridge_fgo.tools.job.job import read_job
+from bridge_fgo.tools.memory_picture import draw_memory
 from bridge_fgo.tools.plan.estimate import make_estimate, not_counted
 from bridge_fgo.tools.plan.log import Log
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.phases import plan_phases, print_phases, states_of_plan
-from bridge_fgo.tools.plan.picture import draw
 from bridge_fgo.tools.plan.recommend import Recommender
-from bridge_fgo.tools.plan.report import as_json, print_estimate
+from bridge_fgo.tools.plan.report import as_json, print_estimate, states_of_stages, title_and_room
 from bridge_fgo.tools.plan.shortage import Shortage
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
@@ -57,9 +56,9 @@ def run(settings: Settings, log: Log | None = None) -> int:
     phases = plan_phases(estimate) if settings.phases else None
     if settings.picture is not None and phases is not None:
         title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"
-        draw_iteration(states_of_plan(phases, estimate), settings.picture, title)
+        draw_memory(states_of_plan(phases, estimate), settings.picture, title)
     elif settings.picture is not None:
-        draw(estimate, settings.picture)
+        draw_memory(states_of_stages(estimate), settings.picture, *title_and_room(estimate))
     first: list[str] = []
     if shortage is not None and recommendation is not None:
         first = list(shortage.lines(recommendation))

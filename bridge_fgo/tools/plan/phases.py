@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bridge_fgo.tools.iteration_picture import NAMES, State
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.memory_picture import NAMES, State
 from bridge_fgo.tools.plan.activations import workspace_bytes
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
@@ -229,7 +229,7 @@ def print_phases(console: Console, phases: Phases) -> None:
 
 
 def states_of_plan(phases: Phases, estimate: Estimate) -> list[State]:
-    """Return the phases of an iteration of the fullest stage for `draw_iteration`.
+    """Return the phases of an iteration of the fullest stage for `draw_memory`.
 
     Seconds where one system was asked for. Activations that are not known are left out.
     """

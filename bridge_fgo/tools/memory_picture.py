@@ -1,4 +1,4 @@
-"""The picture of an iteration of reinforcement learning: what memory holds in each of its phases, by kind."""
+"""Pictures of memory: what it holds by kind, in the phases of an iteration or on the stages of a plan."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ KINDS = {
     "grads": ("gradients", "tab:cyan"),
     "optimizer": ("masters and moments", "tab:orange"),
     "reference": ("reference model", "tab:purple"),
-    "others": ("activations, caches", "tab:green"),
+    "others": ("activations and the rest", "tab:green"),
 }
 """Kinds of memory: what to call them, and their colours."""
 LEAST_SHARE = 0.005  # of the highest bar; a kind below it is too thin to be seen, and not in the legend
+FAR_ABOVE = 4  # times the highest bar, from which the line of the room would leave the bars too small to read
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that a line across text leaves it readable
 
 
 @dataclass(frozen=True)
 class State:
-    """A phase of an iteration."""
+    """A bar: a phase of an iteration, or a stage of a plan."""
 
-    name: str  # what happens in it
+    name: str
     bytes: dict[str, int]  # on the device, by kind; see `KINDS`
     seconds: float | None = None  # of the move that leads to it; None where nothing moves
     copied: int | None = None  # bytes of that move
@@ -65,44 +67,33 @@ def states_of_run(arm: ArmRun) -> list[State]:
     return found
 
 
-def draw_iteration(states: list[State], path: Path, title: str) -> None:
-    """Draw the phases of an iteration into a picture, its format by the file's name; ValueError without matplotlib."""
-    save_picture(path, lambda pyplot: figure_of(states, pyplot, title))
+def draw_memory(states: list[State], path: Path, title: str, room: float | None = None) -> None:
+    """Draw states of memory into a picture, its format by the file's name; ValueError without matplotlib."""
+    save_picture(path, lambda pyplot: figure_of(states, pyplot, title, room))
 
 
-def figure_of(states: list[State], pyplot: Any, title: str) -> Any:
-    """Return the figure: a bar a phase, and under it what its move took."""
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    unit, size = unit_of(max(sum(state.bytes.values()) for state in states))
-    colours = {kind: colour for kind, (_, colour) in KINDS.items()}
-    tops = [draw_bar(axes, place, state.bytes, colours, 0.7, size) for place, state in enumerate(states)]
+def figure_of(states: list[State], pyplot: Any, title: str, room: float | None = None) -> Any:
+    """Return the figure: a bar a state, under it what its move took, and a line at the bytes that a job has room in."""
+    figure, axes = pyplot.subplots(figsize=(max(9.0, 0.75 * len(states) + 2), 4.5), layout="constrained")
+    tops = [sum(state.bytes.values()) for state in states]
+    unit, size = unit_of(max(tops))
+    bottoms = [0.0] * len(states)
+    for kind, (name, colour) in KINDS.items():
+        heights = [state.bytes.get(kind, 0) / size for state in states]
+        seen = max(heights) >= LEAST_SHARE * max(tops) / size
+        axes.bar(range(len(states)), heights, 0.7, bottom=bottoms, color=colour, label=name if seen else None)
+        bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
     for place, top in enumerate(tops):
-        label = f"{top:.3g} {unit}" if top > 1e-3 * max(tops) else "0"
-        axes.text(place, top, label, ha="center", va="bottom", fontsize=9)
+        label = f"{top / size:.4g} {unit}" if top > 1e-3 * max(tops) else "0"
+        axes.text(place, top / size, label, ha="center", va="bottom", fontsize=8, bbox=ON_WHITE)
+    if room is not None and room <= FAR_ABOVE * max(tops):
+        axes.axhline(room / size, color="black", linewidth=1, linestyle=":", label="room")
     axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
     axes.set_ylabel(unit)
-    axes.set_ylim(0, 1.1 * max(tops))
+    axes.margins(y=0.1)
     axes.set_title(title, fontsize=10)
-    add_legend(axes, pyplot, [state.bytes for state in states], KINDS)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def draw_bar(axes: Any, at: float, parts: dict[str, int], colours: dict[str, str], width: float, size: float) -> float:
-    """Draw bytes by kind as a bar, in units of `size` and in the order of the colours; return where it ends."""
-    bottom = 0.0
-    for kind, colour in colours.items():
-        height = parts.get(kind, 0) / size
-        axes.bar(at, height, width, bottom=bottom, color=colour)
-        bottom += height
-    return bottom
-
-
-def add_legend(axes: Any, pyplot: Any, bars: list[dict[str, int]], kinds: dict[str, tuple[str, str]]) -> None:
-    """Name the kinds that can be seen in the bars, beside the axes; kinds: what to call them, and their colours."""
-    highest = max(sum(parts.values()) for parts in bars)
-    seen = [kinds[kind] for kind in kinds if any(parts.get(kind, 0) >= LEAST_SHARE * highest for parts in bars)]
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for _, colour in seen]
-    axes.legend(handles, [name for name, _ in seen], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _label(state: State) -> str:
