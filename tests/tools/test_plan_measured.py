@@ -152,6 +152,35 @@ def test_the_host_memory_that_mcore_pins_for_activations_is_what_a_run_pinned():
     assert plan.most_pinned == plan.links[0].pinned == stage.states.offloaded + stage.copies
 
 
+def test_the_host_memory_that_transformer_engine_pins_is_counted_by_tensor_in_powers_of_two():
+    of_job = job(f"{MANY_ACTIVATIONS} --cpu-offloading-layers 2", 1)
+    model = of_job.config.model
+
+    def plan():
+        return make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None)
+
+    def pinned():
+        found = plan()
+        assert found.most_pinned == found.stages[0].states.offloaded + found.stages[0].copies
+        return found.stages[0].copies
+
+    # A tensor of the hidden size has 16 MiB; 4 of norms and the attention's output are saved, scores, and of the MLP 3.
+    of_layer = 5 * 16 + 16 * 2**13 * 2**11 * 2 // 2**20 + 3 * 64
+    assert pinned() == 2 * of_layer * 2**20
+    model.ffn_hidden_size = 2080  # 32.5 MiB
+    assert pinned() == 2 * of_layer * 2**20, "a block of 64 MiB too"
+    model.ffn_hidden_size = 2048
+    assert pinned() == 2 * (of_layer - 3 * 32) * 2**20
+    model.ffn_hidden_size = 16  # 2^17 elements: none of these leaves
+    assert pinned() == 2 * (of_layer - 3 * 64) * 2**20
+    assert any("Transformer Engine offloads some, and pins 1.24 GB a rank" in note for note in plan().notes)
+    model.fp8 = "hybrid"
+    assert any(
+        "pins bytes that are not known (activations are not counted with model.cpu_offloading=True and FP8" in note
+        for note in plan().notes
+    )
+
+
 def test_the_preset_of_many_slabs_has_more_than_400():
     config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
     stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]

@@ -40,6 +40,8 @@ GROUPED_WORKSPACES = 4 * 32 * 2**20
 
 DEFAULT_LEAST_NUMEL = 2**20
 """Elements of the least tensor that mcore offloads by default (`min_offloaded_tensor_size`)."""
+LEAST_OF_WHOLE = 2**18 * HALF
+"""Bytes of the least tensor that Transformer Engine's offload of whole layers copies (`_check_if_offload`, 2.17)."""
 
 NO_GRADIENT = sys.maxsize
 """Number of a tensor that no stage has: no gradient is there yet."""
@@ -63,8 +65,8 @@ class LayerBytes:
     attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
     selective recomputation of a module spares, by its name in `recompute_modules`; offloaded: what mcore's activation
     offload of a module has on the host in place of the GPU, by its name in `offload_modules`; copies: each host tensor
-    of it, of which one that two operations save has two. not_contiguous: tensors that Transformer Engine's offload of
-    whole layers leaves on the GPU.
+    of it, of which one that two operations save has two. whole: each host tensor of Transformer Engine's offload of
+    whole layers, which leaves on the GPU what is not contiguous or small.
     """
 
     input: int
@@ -76,7 +78,7 @@ class LayerBytes:
     spared: Mapping[str, int]
     offloaded: Mapping[str, int]
     copies: Mapping[str, tuple[int, ...]]
-    not_contiguous: int
+    whole: tuple[int, ...]
 
     @property
     def kept(self) -> int:
@@ -145,7 +147,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
             kept[index] -= away[index]
             if index < offloaded_layers(model):
                 # The model's input is referred to until its forward ends.
-                kept[index] = of_layer.not_contiguous + (of_layer.input if index == 0 else 0)
+                kept[index] = of_layer.kept - sum(of_layer.whole) + (of_layer.input if index == 0 else 0)
 
     def of_layers(start: int, stop: int, behind: int) -> Course:
         """Return what a chunk's layers have, beside the bytes of what runs backward after them."""
@@ -202,18 +204,18 @@ def uncounted(config: Any) -> str:
 
 
 def pinned_bytes(job: Job, stage: int) -> int | None:
-    """Return the host bytes that mcore pins for activations on a rank of a pipeline stage; None where not known.
+    """Return the host bytes that are pinned for activations on a rank of a pipeline stage; None where not known.
 
-    In its first iteration mcore offloads every layer, the last too, of all microbatches in flight. It copies each saved
-    tensor by itself, into a block of PyTorch's allocator, whose sizes are powers of two.
+    In its first iteration mcore offloads every layer, the last too, of all microbatches in flight. Transformer Engine's
+    layers are those of the one microbatch that it offloads at a time. Both copy each saved tensor by itself, into a
+    block of PyTorch's allocator, whose sizes are powers of two.
     """
-    model: Any = job.config.model
-    if not offload_modules(model):
+    if not (copies := _copies(job, stage)):
         return 0
     if activation_bytes(job, stage) is None:
         return None
-    blocks = sum(power_of_two_at_least(size) for of_layer in _copies(job, stage) for size in of_layer)
-    return blocks * _microbatches_in_flight(job, stage) // chunks_of(model)
+    blocks = sum(power_of_two_at_least(size) for of_layer in copies for size in of_layer)
+    return blocks * _microbatches_in_flight(job, stage) // chunks_of(job.config.model)
 
 
 def copied_bytes(job: Job, stage: int) -> list[int]:
@@ -221,20 +223,18 @@ def copied_bytes(job: Job, stage: int) -> list[int]:
 
     Those of modules that mcore offloads, of all layers but the last; or of layers that Transformer Engine offloads.
     """
-    layers = layers_of_stage(job, stage)
-    if count := offloaded_layers(job.config.model):
-        of_layers = [_layer(job, layer.has_experts) for layer in layers]
-        sizes = [of_layer.kept - of_layer.not_contiguous for of_layer in of_layers]
-        return [size if place < count else 0 for place, size in enumerate(sizes)]
-    return [*map(sum, _copies(job, stage)[:-1]), 0]
+    sizes = [*map(sum, _copies(job, stage))]
+    return sizes if offloaded_layers(job.config.model) else [*sizes[:-1], 0]
 
 
 def _copies(job: Job, stage: int) -> list[list[int]]:
     """Return the bytes of each host copy of each layer's activations on a rank."""
     model: Any = job.config.model
-    away = {*offload_modules(model)} - recomputed_modules(model)
-    of_layers = [_layer(job, layer.has_experts).copies for layer in (layers_of_stage(job, stage) if away else [])]
-    sizes = ([nbytes for name in away for nbytes in copies.get(name, ())] for copies in of_layers)
+    count, away = offloaded_layers(model), {*offload_modules(model)} - recomputed_modules(model)
+    of_layers = [_layer(job, layer.has_experts) for layer in (layers_of_stage(job, stage) if count or away else [])]
+    if count:
+        return [[*of_layer.whole] if place < count else [] for place, of_layer in enumerate(of_layers)]
+    sizes = ([nbytes for name in away for nbytes in of_layer.copies.get(name, ())] for of_layer in of_layers)
     return [[size for size in each if size >= model.min_offloaded_tensor_size * HALF] for each in sizes]
 
 
@@ -345,6 +345,7 @@ def _layer(job: Job, has_experts: bool) -> LayerBytes:
     else:
         mlp = _mlp(model, tokens, model.ffn_hidden_size, ranks)
         spared["mlp"] = mlp.kept
+    whole = (*(hidden,) * 4, *attention.whole, *mlp.whole)  # inputs and outputs of two norms first
     return LayerBytes(
         input=hidden,
         attention=hidden + attention.rest,  # the norm's output
@@ -355,7 +356,7 @@ def _layer(job: Job, has_experts: bool) -> LayerBytes:
         spared=spared,
         offloaded=offloaded,
         copies=copies,
-        not_contiguous=mlp.halves + (sum(attention.core[:3]) if is_unfused(model) else 0),
+        whole=tuple(size for size in whole if size >= LEAST_OF_WHOLE),
     )
 
 
@@ -368,7 +369,8 @@ class AttentionBytes(NamedTuple):
     """Bytes that attention keeps.
 
     scores: the matrix of scores, where it makes one; rest: all beside. Within the rest are projected_up: what latent
-    attention projects up; output: what attention puts out. core: of each tensor that core attention saves.
+    attention projects up; output: what attention puts out. core: of each tensor that core attention saves. whole: of
+    each that is contiguous, once.
     """
 
     rest: int
@@ -376,6 +378,7 @@ class AttentionBytes(NamedTuple):
     projected_up: int
     output: int
     core: tuple[int, ...]
+    whole: tuple[int, ...]
 
 
 def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
@@ -385,45 +388,49 @@ def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
     if getattr(model, "multi_latent_attention", False):
         query = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
         up = heads * (model.qk_head_dim + model.v_head_dim)
-        compressed = 2 * ((model.q_lora_rank or 0) + model.kv_lora_rank) + model.qk_pos_emb_head_dim
+        compressed = (*2 * (model.q_lora_rank or 0, model.kv_lora_rank), model.qk_pos_emb_head_dim)
         projected = tokens * HALF * (2 * query + up)
         output = tokens * HALF * heads * model.v_head_dim
         core = (tokens * HALF * query, tokens * HALF * query, output, *(2 * (scores,) if unfused else (output,)))
-        return AttentionBytes(projected + output + tokens * HALF * compressed, scores, projected, output, core)
+        whole = (*(tokens * HALF * size for size in (up, *compressed)), *((scores,) if unfused else core[:3]))
+        rest = projected + output + tokens * HALF * sum(compressed)
+        return AttentionBytes(rest, scores, projected, output, core, whole)
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     output = tokens * HALF * query
     if unfused:
         # Queries, keys and values for every head, the output. The softmax and the product after it save the scores.
-        return AttentionBytes(4 * output, scores, 0, output, (output, output, output, scores, scores))
+        core = (output, output, output, scores, scores)
+        return AttentionBytes(4 * output, scores, 0, output, core, (output, scores))
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
     core = (output, tokens * HALF * key, tokens * HALF * key, output, softmax)
-    return AttentionBytes(tokens * HALF * (query + key + projected) + output + softmax, scores, 0, output, core)
+    whole = (*(tokens * HALF * size for size in (query, key, projected)), output, softmax)
+    return AttentionBytes(sum(whole), scores, 0, output, core, whole)
 
 
 class MLPBytes(NamedTuple):
     """Bytes of an MLP, or of a layer's experts.
 
     kept: for the backward; transient: what the backward needs beside; activation: of what is kept, what the activation
-    function makes; halves: of what is kept, the input of a gate that is saved as two halves of a tensor.
+    function makes; whole: each tensor of what is kept, but a gate's input where it is saved as two halves of a tensor.
     """
 
     kept: int
     transient: int
     activation: int
-    halves: int
+    whole: tuple[int, ...]
 
 
 def _mlp(model: Any, tokens: int, size: int, ranks: int) -> MLPBytes:
     one = tokens * size * HALF // ranks
     if not model.gated_linear_unit:
-        return MLPBytes(2 * one, 2 * one, one, 0)
+        return MLPBytes(2 * one, 2 * one, one, (one, one))
     # Not fused: the activation's output and the other half, shifted, are tensors of their own.
     if _is_fused(model):
-        return MLPBytes(3 * one, 3 * one, one, 0)
-    return MLPBytes(5 * one, 3 * one, 3 * one, 2 * one)
+        return MLPBytes(3 * one, 3 * one, one, (2 * one, one))
+    return MLPBytes(5 * one, 3 * one, 3 * one, (one,) * 3)
 
 
 def _is_fused(model: Any) -> bool:
@@ -440,14 +447,14 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
     size = model.moe_ffn_hidden_size or model.ffn_hidden_size
-    kept, transient, activation, halves = _mlp(model, routed, size, ranks)
+    kept, transient, activation, whole = _mlp(model, routed, size, ranks)
     one = routed * size * HALF // ranks
     if not _is_fused(model):  # the product with the router's probabilities is a tensor of its own
-        kept, activation = kept + one, activation + one
+        kept, activation, whole = kept + one, activation + one, (*whole, one)
     # Sequence parallelism gives each tensor-parallel rank its own tokens to route.
     share = max(1, job.parallel.tensor // ranks) if model.sequence_parallel else 1
     # The experts' input; their output too, where PyTorch's own indexing puts tokens back in order.
-    permuted = (1 if model.moe_permute_fusion else 2) * routed * model.hidden_size * HALF // share
+    permuted = (routed * model.hidden_size * HALF // share,) * (1 if model.moe_permute_fusion else 2)
     shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
     # The activation's input, and all that it makes but its output.
     fc1, act = routed * model.hidden_size * HALF // share, (kept - one) // share
@@ -455,7 +462,6 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict
     # Fused, the activation saves its input alone; else each of its operations saves a tensor, of a gate's input a half.
     each = (act,) if _is_fused(model) else (one // share,) * (4 if model.gated_linear_unit else 2)
     copies = {"expert_fc1": (fc1,), "moe_act": each}
-    of_all = MLPBytes(
-        kept // share + permuted + shared.kept, transient // share, activation // share, halves // share + shared.halves
-    )
+    whole = (*(size // share for size in whole), *permuted, *shared.whole)
+    of_all = MLPBytes(kept // share + sum(permuted) + shared.kept, transient // share, activation // share, whole)
     return of_all, shared.kept, of_modules, copies

@@ -348,15 +348,19 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
-    if offload_modules(config.model):
-        pinned = max(stage.copies for stage in stages) / 1e9
-        figure = f"{pinned:.2f} GB a rank" if pinned else "bytes that are not known"
-        yield f"activations: mcore offloads some, and pins {figure} for them in its first iteration"
+    if offload_modules(config.model) or offloaded_layers(config.model):
+        figure = f"{max(stage.copies for stage in stages) / 1e9:.2f} GB a rank"
+        if uncounted(config):
+            figure = f"bytes that are not known ({not_counted(config)})"
+        who, when = "mcore", "in its first iteration"
+        if offloaded_layers(config.model):
+            who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
+        yield f"activations: {who} offloads some, and pins {figure} for them {when}"
     if activations is None and offloaded_layers(config.model):
         tried = "" if is_unfused(config.model) else f", with fused attention {UNTRIED}"
         yield (
             "activations: those of layers that Transformer Engine offloads are on the host, but with "
-            f"NVTE_CPU_OFFLOAD_V1=1 less of them{tried}; what it pins there is not counted"
+            f"NVTE_CPU_OFFLOAD_V1=1 less of them{tried}"
         )
     if activations is None and getattr(config.model, "fp8", None):
         yield f"activations: counted as 16-bit, without the FP8 copies of weights; {UNTRIED}"
