@@ -204,6 +204,8 @@ def wake_adapters(rank: int, job: Job, changes: dict) -> dict[str, Any]:
             for param, was in zip(ddp.parameters(), before, strict=True):
                 assert torch.equal(param.detach(), was) if param.requires_grad else not param.untyped_storage().nbytes()
             seen["woke"].append(woken.woke)
+            with pytest.raises(ValueError, match="where= holds for no parameter on any rank"):
+                res.reload(where=lambda name, _: name == "none")
             with res.only("params", where=lambda _, param: not param.requires_grad):
                 here = [bool(param.untyped_storage().nbytes()) for param in ddp.parameters()]
                 assert here == [not param.requires_grad for param in ddp.parameters()]

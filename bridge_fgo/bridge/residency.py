@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, Literal
+from typing import Any, Concatenate, Literal, NamedTuple
 
 import torch
 
@@ -44,7 +44,14 @@ from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where
 
 PARAMS = frozenset[Kind](("params",))
 
-Asked = tuple[frozenset[Kind], list[WeightGroup]]  # what a verb is asked to move, and of "params" which
+
+class Asked(NamedTuple):
+    """What a verb is asked to move; `finds`: whether its `where` holds for any parameter of this rank."""
+
+    kinds: frozenset[Kind]
+    groups: list[WeightGroup]  # of "params"
+    finds: bool = True
+
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -308,7 +315,8 @@ class Residency:
             What was moved.
 
         Raises:
-            ValueError: a word is not one of these, or `where` holds for a part of a buffer. Nothing has moved.
+            ValueError: a word is not one of these, or `where` holds for a part of a buffer, or for no parameter on any
+                rank. Nothing has moved.
             RuntimeError: a backward has run since the last update, and its gradients would be dropped; or the state
                 cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
                 it is closed. Nothing has moved. Or another rank failed on the way.
@@ -317,15 +325,17 @@ class Residency:
 
     @_verb
     def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], bool]:
-            kinds, groups = self._on_gpu(*asked())
+        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool]]:
+            kinds, groups, finds = asked()
+            kinds, groups = self._on_gpu(kinds, groups)
             self._require_no_backward(kinds, grads)
             self._require_movable(kinds, groups, grads)
             self._wait_for_collectives()
-            return (kinds, groups, Tally(self._device)), "optimizer" in kinds and self._lacks_weights
+            return (kinds, groups, Tally(self._device)), (finds, "optimizer" in kinds and self._lacks_weights)
 
         (kinds, groups, tally), votes = told_by_ranks(prepare)
-        wakes_params = any(votes)
+        _require_found(any(finds for finds, _ in votes))
+        wakes_params = any(wakes for _, wakes in votes)
         if wakes_params:
             if woken := [group for group in self._weights.read_by_masters if group.is_away]:
                 tally.moved.woke = ("params",)
@@ -403,7 +413,7 @@ class Residency:
         several ranks are all-gathered: one of DDP's buffers that any of its ranks asks for is reloaded on all of them.
 
         Raises:
-            ValueError: a word is not one of these, or `where` holds for a part of a buffer. Nothing has moved.
+            ValueError: as `offload`. Nothing has moved.
             torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
             RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
@@ -411,16 +421,17 @@ class Residency:
 
     @_verb
     def _reload(self, asked: Callable[[], Asked]) -> Moved:
-        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, bool, set[Any]]]:
-            kinds, groups = asked()
+        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, bool, bool, set[Any]]]:
+            kinds, groups, finds = asked()
             wakes_params = any(group.is_away for group in groups)
             kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
             needs_weights = "optimizer" in kinds and self._lacks_weights
             places = {group.place for group in groups}
-            return (kinds, groups, Tally(self._device)), (bool(kinds), wakes_params, needs_weights, places)
+            return (kinds, groups, Tally(self._device)), (finds, bool(kinds), wakes_params, needs_weights, places)
 
         (kinds, groups, tally), votes = told_by_ranks(look)
-        moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(3))
+        finds, moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(4))
+        _require_found(finds)
         if not moves:
             return Moved()
         asked_by_any = set[Any]().union(*(places for *_, places in votes)) - {None}
@@ -483,13 +494,14 @@ class Residency:
         Where the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
         may be a collective: a note on the error says so. `reload` on every rank ends it.
         """
-        asked: Asked = frozenset(), []
+        asked = Asked(frozenset(), [])
 
         def others() -> Asked:
             nonlocal asked
             asked = self._asked(kinds, more, where)
-            staying = set(asked[1])
-            return frozenset(self._parts) - asked[0], [g for g in self._weights.groups if g not in staying]
+            staying = set(asked.groups)
+            others = [group for group in self._weights.groups if group not in staying]
+            return Asked(frozenset(self._parts) - asked.kinds, others, asked.finds)
 
         with self._as_before(grads):
             # Offload first, to make room; but packed masters bring their weights with them.
@@ -509,7 +521,7 @@ class Residency:
 
         def what_came() -> Asked:
             self._require_open()
-            return before - self.away, list(groups)
+            return Asked(before - self.away, list(groups))
 
         before, groups = on_every_rank(look)
         try:
@@ -519,8 +531,8 @@ class Residency:
             self._offload_again(before, groups, grads, error)
             raise
         self._offload(what_came, grads)
-        self._reload(lambda: (self.away - before, [group for group in self._weights.groups if group not in groups]))
-        self._offload(lambda: (frozenset(), list(groups)), grads)  # packed masters may have brought theirs
+        self._reload(lambda: Asked(self.away - before, [g for g in self._weights.groups if g not in groups]))
+        self._offload(lambda: Asked(frozenset(), list(groups)), grads)  # packed masters may have brought theirs
 
     @_verb
     def _offload_again(
@@ -556,7 +568,7 @@ class Residency:
 
         def everything() -> Asked:
             self._require_open()
-            return frozenset(self._parts), self._weights.groups
+            return Asked(frozenset(self._parts), self._weights.groups)
 
         if self not in _open:
             return
@@ -587,14 +599,14 @@ class Residency:
 
         Raises:
             ValueError: a parameter is in FP8, or forwards would change the model's amax history
-                (`model.fp8_recipe="delayed"`); or `where` holds for a part of a buffer. Or the host lacks memory.
+                (`model.fp8_recipe="delayed"`); or `where`, as for `offload`. Or the host lacks memory.
             RuntimeError: parameters are away; or it is closed. Or another rank failed.
         """
 
-        def look() -> tuple[tuple[list[WeightGroup], bool, int, Tally], None]:
+        def look() -> tuple[tuple[list[WeightGroup], bool, int, Tally], bool]:
             self._require_open(in_block=True)
             self._weights.require_known()
-            groups = [group for group in self._weights.groups if where is None or group.matches(where)]
+            groups, finds = self._weights.chosen(where)
             self._require_plain(groups)
             is_new = not self._sets.has(name, groups)
             needed = sum(group.copied_nbytes for group in groups) if is_new else 0
@@ -607,9 +619,10 @@ class Residency:
                 raise RuntimeError(f"keep({name!r}) while parameters are away: call reload('params') first")
             self._wait_for_collectives()
             wait_for_gpu(self._device)
-            return (groups, is_new, needed, Tally(self._device)), None
+            return (groups, is_new, needed, Tally(self._device)), finds
 
-        (groups, is_new, needed, tally), _ = told_by_ranks(look)
+        (groups, is_new, needed, tally), finds = told_by_ranks(look)
+        _require_found(any(finds))
         require_host_memory(needed if self._pins else 0)
 
         def copy() -> Moved:
@@ -806,9 +819,9 @@ class Residency:
 
         def needed() -> Asked:
             if states is None:
-                return frozenset(self._parts) - {"grads"}, self._weights.groups
+                return Asked(frozenset(self._parts) - {"grads"}, self._weights.groups)
             states.require_whole()
-            return PARAMS, self._weights.groups
+            return Asked(PARAMS, self._weights.groups)
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
@@ -823,7 +836,9 @@ class Residency:
         reads = self._states is not None and self._states.reads_weights
         return reads and any(group.is_away for group in self._weights.read_by_masters)
 
-    def _on_gpu(self, kinds: frozenset[Kind], groups: Iterable[WeightGroup]) -> Asked:
+    def _on_gpu(
+        self, kinds: frozenset[Kind], groups: Iterable[WeightGroup]
+    ) -> tuple[frozenset[Kind], list[WeightGroup]]:
         """Return what of this is on the GPU; groups are of "params"."""
         here = [group for group in groups if not group.is_away]
         return kinds & self._here - PARAMS | (PARAMS if here else frozenset()), here
@@ -856,8 +871,8 @@ class Residency:
         if "params" not in found:
             if where is not None:
                 raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
-            return found, []
-        return found, [group for group in self._weights.groups if where is None or group.matches(where)]
+            return Asked(found, [])
+        return Asked(found, *self._weights.chosen(where))
 
     def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
         if grads not in ("drop", "keep"):
@@ -901,6 +916,15 @@ class Residency:
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return model chunks as a list, of whatever type they are."""
     return list(model) if isinstance(model, Sequence) else [model]
+
+
+def _require_found(is_any: bool) -> None:
+    """Raise ValueError where a `where` holds for no parameter on any rank; every rank knows that alike."""
+    if not is_any:
+        raise ValueError(
+            "where= holds for no parameter on any rank: it is called with the names that the model's "
+            "named_parameters() have, and with the parameters"
+        )
 
 
 def _ids(chunks: Sequence[torch.nn.Module]) -> set[int]:

@@ -213,6 +213,13 @@ class Weights(Storages):
         staying = set(groups)
         self._staying, self.groups = [*groups], [group for group in self.groups if group not in staying]
 
+    def chosen(self, where: Where | None) -> tuple[list[WeightGroup], bool]:
+        """Return the groups that move for which a predicate holds, and whether it holds for any group at all."""
+        if where is None:
+            return [*self.groups], True
+        groups = [group for group in self.groups if group.matches(where)]
+        return groups, bool(groups) or any(group.matches(where) for group in self._staying)
+
     @property
     def unhosted_bytes(self) -> int:
         """Bytes that stay on the GPU for good."""

@@ -62,7 +62,7 @@ def test_any_order_of_sleeps_of_parts_moves_what_is_chosen_and_is_bitwise_a_resi
         poison(patch)
         me = Sleeper(stack.enter_context(CpuTraining(options(**changes))), changes, config)
         res, everything, expected = me.res, names_of(me), set()
-        for verb, kinds, where in moves:
+        for verb, kinds, where in [move for move in moves if names_of(me, move[2])]:
             if verb == "step" and len(me.seen) < 4:
                 res.reload()
                 me.train()
@@ -155,6 +155,21 @@ def test_a_part_of_what_shares_memory_is_refused_by_name_and_nothing_moves(sleep
     assert not me.res.away
 
 
+def test_a_choice_of_no_parameter_is_an_error_and_nothing_moves(sleeper):
+    me = sleeper(frozen=True)
+    for before in ((), KINDS):
+        me.res.offload(before)
+        for verb in (me.res.offload, me.res.reload, me.res.only):
+            with pytest.raises(ValueError, match="where= holds for no parameter on any rank: it is called with"):
+                verb(where=lambda name, _: name == "none").__enter__()
+            assert me.res.away == set(before)
+    me.res.reload()
+    with pytest.raises(ValueError, match="where= holds for no parameter"):
+        me.res.keep("none", where=lambda name, _: name == "none")
+    me.train()
+    me.assert_as_resident()
+
+
 def test_an_error_in_a_block_leaves_the_parts_that_slept_asleep_and_names_what_has_left(sleeper):
     me = sleeper(frozen=True)
     me.res.offload("params", where=frozen)
@@ -185,8 +200,8 @@ def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, m
 
     def with_another(act):
         own, votes = told(act)
-        another = (True, True, False, {dense.place})  # a rank that asks for the other one
-        return own, [*votes, another] if isinstance(votes[0], tuple) and len(votes[0]) == 4 else votes
+        another = (True, True, True, False, {dense.place})  # a rank that asks for the other one
+        return own, [*votes, another] if isinstance(votes[0], tuple) and len(votes[0]) == 5 else votes
 
     for group in (dense, of_experts):
         group.place = (me.res._weights.groups.index(group), 0)

@@ -269,7 +269,7 @@ def test_a_limit_of_host_memory_counts_what_is_kept_and_what_is_dropped_makes_ro
     me._res.close()
     me._res = residency(me.training, host_memory_limit_gib=5000 / 2**30)
     with pytest.raises(ValueError, match="beside that of all parameters"):
-        me.res.keep("ref", where=lambda name, param: False)
+        me.res.keep("ref")
 
 
 def test_keep_of_parameters_that_are_away_says_what_to_call_and_its_host_memory_ends_with_close(sleeper):
