@@ -161,7 +161,7 @@ def test_a_choice_of_no_parameter_is_an_error_and_nothing_moves(sleeper):
         me.res.offload(before)
         for verb in (me.res.offload, me.res.reload, me.res.only):
             with pytest.raises(ValueError, match="where= holds for no parameter on any rank: it is called with"):
-                verb(where=lambda name, _: name == "none").__enter__()
+                verb("params", where=lambda name, _: name == "none").__enter__()
             assert me.res.away == set(before)
     me.res.reload()
     with pytest.raises(ValueError, match="where= holds for no parameter"):
