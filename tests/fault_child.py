@@ -174,9 +174,11 @@ VERBS_OWN = {
     "Weights.reload",
     "buffer_group.<locals>.gather",
     "WeightGroup.forget_masters",
+    "_require_found",
     "_verb.<locals>.run",
 }
-"""Functions that have the collectives in them or call those that do; and one that sets attributes between them."""
+"""Functions that have the collectives in them or call those that do; and between them one that sets attributes, and one
+that looks at what all ranks were told."""
 
 
 def _enter(context) -> None:
