@@ -3,9 +3,7 @@
 import gc
 import os
 import signal
-import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -49,9 +47,8 @@ def builder_is_forked():
 
     forked = ForkedBuilder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "subprocess", SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL))
+        patch.setattr(answers, "subprocess", forked)
         yield forked
-    forked.close()
 
 
 @pytest.fixture
@@ -127,7 +124,7 @@ def leaves_nothing_installed():
 @pytest.fixture
 def deadline():
     """Fail the test after some minutes: a worker that died would be waited for without end."""
-    from children import PATIENCE
+    from forked import PATIENCE
 
     def late(*_):
         raise TimeoutError("the checkpoint worker did not answer")

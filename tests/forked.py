@@ -1,21 +1,25 @@
-"""Python programs that are forked from a process which has their imports: what a case pays for is the case.
+"""Processes of tests that have their imports already, because they are forked: what a case pays for is the case."""
 
-    python forked.py [--te-shapes] MODULE...
-
-It imports the modules, reads requests, a line of JSON each, and forks a child for each. The child has the caller's
-environment and folder, and runs a module or a script as `python -m` and `python` do. The processes of `children` will
-not do: they have another stand-in of Transformer Engine, and multiprocessing has one fork server.
-"""
-
-import json
+import contextlib
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import traceback
-import warnings
+from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+import pytest
+
+from bridge_fgo.tools.arms.process_setup import ATTENTION_VARIABLES
+
+PATIENCE = 300
+"""Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""
+
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 BUILDER = "bridge_fgo.tools.job.builder"
 OF_BUILDER = (
@@ -25,70 +29,115 @@ OF_BUILDER = (
     "torch.testing._internal.distributed.fake_pg",
     "frozen",
 )
-ON_THE_PATH = ("PYTHONPATH", "PATH", "HOME")
-"""Variables of which another value may find another Megatron."""
-
-ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-class Forked:
-    """Runs Python programs as `subprocess.run` does, in children of one process that has imported some modules."""
+class Server:
+    """A process that imports modules when it is first asked for a child, and then forks one for each that is.
 
-    def __init__(self, *imports: str) -> None:
-        self._imports = imports
-        self._process: subprocess.Popen[str] | None = None
-        self.answers = 0
-        self.imported: set[str] = set()
-        """Modules that the newest child has imported beside those."""
+    It has one thread: a child has none but the one that forks. It has one seed, so that sets are ordered alike.
+    """
 
-    def run(self, command: list[str], cwd: object = None, env: dict | None = None, **_) -> subprocess.CompletedProcess:
-        """Run a command that begins with this Python, and capture what it prints."""
-        if self._process is None:
-            # One thread: a child has none but the one that forks. One seed: `answers` has sets ordered alike too.
-            environment = os.environ | dict.fromkeys(ONE_THREAD, "1") | {"PYTHONHASHSEED": "0"}
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, *self._imports],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            )  # fmt: skip
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with TemporaryDirectory() as folder:
-            files = [str(Path(folder) / name) for name in ("out", "err", "imported")]
-            asked = {"program": command[1:], "environment": dict(os.environ if env is None else env), "files": files}
-            self._process.stdin.write(json.dumps(asked | {"folder": str(cwd or Path.cwd())}) + "\n")
-            self._process.stdin.flush()
-            status = int(self._process.stdout.readline())
-            self.answers += 1
-            out, err, imported = (Path(file).read_text() for file in files)
-        self.imported = set(imported.split())
-        return subprocess.CompletedProcess(command, status, out, err)
+    def __init__(self, *modules: str, server: forkserver.ForkServer | None = None) -> None:
+        self._server = server or forkserver.ForkServer()
+        # The first because each child runs the file of the main program, which may be pytest's.
+        self._server.set_forkserver_preload(["pytest", *modules])
 
-    def close(self) -> None:
-        """End the process that forks."""
-        if self._process is not None:
-            self._process.communicate()
+    @contextlib.contextmanager
+    def running(self) -> Iterator[multiprocessing.context.ForkServerContext]:
+        """A context of multiprocessing whose processes are forked from this one."""
+        with pytest.MonkeyPatch.context() as patch:  # of the environment for the first call, which starts it
+            patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+            for name, value in {**dict.fromkeys(ONE_THREAD, "1"), "PYTHONHASHSEED": "0"}.items():
+                patch.setenv(name, value)
+            for name in ATTENTION_VARIABLES:  # of a model that an earlier test built
+                patch.delenv(name, raising=False)
+            for name in ("ensure_running", "get_inherited_fds", "connect_to_new_process"):
+                patch.setattr(forkserver, name, getattr(self._server, name))
+            forkserver.ensure_running()
+            yield multiprocessing.get_context("forkserver")
+
+    def start(self, target, *args) -> multiprocessing.Process:
+        """Start `target(*args)`, a function of a module, in a child."""
+        with self.running() as context:
+            child = context.Process(target=target, args=args)
+            child.start()
+        return child
+
+    def run(self, command, cwd=None, env=None, **_) -> subprocess.CompletedProcess:
+        """Do as `subprocess.run` does with a command that begins with this Python, in a child; capture what it prints.
+
+        The result has also the names of all modules that the child has `imported`.
+        """
+        with contextlib.ExitStack() as stack:
+            out, err, imported = (stack.enter_context(tempfile.NamedTemporaryFile("r")) for _ in range(3))
+            status = join(Program(self, command, out, err, env, cwd, imported.name)._child, f"as {command}")
+            done = subprocess.CompletedProcess(command, status, out.read(), err.read())
+            vars(done)["imported"] = set(imported.read().split())
+            return done
 
 
-class ForkedBuilder(Forked):
-    """Takes the place of `subprocess.run` for the model builder, and leaves other commands to it."""
+class Program:
+    """A Python program in a child, as `subprocess.Popen` of a command that begins with this Python."""
+
+    def __init__(self, server, command, stdout, stderr=None, env=None, cwd=None, imported=os.devnull, **_) -> None:
+        files = [stdout.name, (stderr if hasattr(stderr, "name") else stdout).name]
+        asked = {"program": [str(word) for word in command[1:]], "files": files, "imported": imported}
+        asked |= {"environment": dict(os.environ if env is None else env), "folder": str(cwd or Path.cwd())}
+        self._child = server.start(end_as, asked)
+
+    returncode = property(lambda self: self._child.exitcode)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._child.join(timeout)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def terminate(self) -> None:
+        self._child.terminate()
+
+
+def join(child, what: str) -> int:
+    """Return the child's exit status, negative where a signal ended it; fail the test after PATIENCE."""
+    child.join(PATIENCE)
+    if child.exitcode is None:
+        child.kill()
+        pytest.fail(f"a child hung {what}")
+    return child.exitcode
+
+
+class ForkedBuilder:
+    """Takes the place of `subprocess` for the model builder, and leaves other commands to it."""
+
+    DEVNULL = subprocess.DEVNULL
 
     def __init__(self) -> None:
-        super().__init__("--te-shapes", *OF_BUILDER)
-        self._environment = {name: os.environ.get(name) for name in ON_THE_PATH}
+        self._server, self._paths = Server("te_shapes_installed", *OF_BUILDER), self._found_by()
+        self.answers = 0
+
+    @staticmethod
+    def _found_by() -> list[str | None]:
+        """Return the variables of which another value may find another Megatron."""
+        return [os.environ.get(name) for name in ("PYTHONPATH", "PATH", "HOME")]
 
     def run(self, command: list[str], **options) -> subprocess.CompletedProcess[str]:
         """Do as `subprocess.run`; a builder that another environment could find other packages for is a new process."""
-        here = {name: os.environ.get(name) for name in ON_THE_PATH}
-        if command[:3] != [sys.executable, "-m", BUILDER] or here != self._environment:
+        if command[:3] != [sys.executable, "-m", BUILDER] or self._found_by() != self._paths:
             return subprocess.run(command, **options)
-        return super().run(command)
+        self.answers += 1
+        return self._server.run(command, **options)
 
 
 def answer(asked: dict) -> None:
-    """Run a program with the caller's environment and folder; what it prints goes to the first two files."""
+    """Run a module or a script as `python -m` and `python` do, with the caller's environment and folder.
+
+    What it prints goes to two files.
+    """
     os.environ.clear()
     os.environ.update(asked["environment"])
     os.chdir(asked["folder"])
-    for number, file in enumerate(asked["files"][:2], start=1):
+    for number, file in enumerate(asked["files"], start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     is_module = asked["program"][0] == "-m"
@@ -114,42 +163,9 @@ def status_of(asked: dict) -> int:
 
 
 def end_as(asked: dict) -> None:
-    """Answer, and end this process as the program ends."""
+    """Answer, name the modules that are imported then in a file, and end this process as the program ends."""
     status = status_of(asked)
+    Path(asked["imported"]).write_text("\n".join(sys.modules))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
-
-
-def main(te_shapes: bool, *modules: str) -> None:
-    """Fork a child for each request, and print how it ended."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    sys.path.insert(0, sys.path[0])  # the first is the program's
-    if te_shapes:
-        from bridge_fgo.tools.standins import te_shapes as standin
-
-        standin.install()
-        standin.install = lambda: None  # it is, before Megatron is imported
-    for module in modules:
-        __import__(module)
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded")  # by jemalloc in pyarrow, which minds forks
-    before = set(sys.modules)
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            asked, status = json.loads(line), 1
-            try:
-                status = status_of(asked)
-            finally:
-                Path(asked["files"][2]).write_text("\n".join(sys.modules.keys() - before))
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        replies.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
-        replies.flush()
-    os._exit(0)  # Python takes five seconds to take down what was imported
-
-
-if __name__ == "__main__":
-    main("--te-shapes" in sys.argv, *(word for word in sys.argv[1:] if word != "--te-shapes"))
+    os._exit(status)  # Python takes five seconds to take down what was imported

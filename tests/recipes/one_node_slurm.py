@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 
-from children import PATIENCE
+from forked import PATIENCE
 
 CONFIG = """\
 ClusterName=test

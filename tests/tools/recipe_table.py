@@ -4,10 +4,8 @@ It asks the builder for every recipe, in processes that are forked from one that
 """
 
 import re
-import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES
@@ -81,13 +79,11 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from forked import ForkedBuilder
 
-    forked = ForkedBuilder()
-    answers.subprocess = SimpleNamespace(run=forked.run, DEVNULL=subprocess.DEVNULL)
+    answers.subprocess = ForkedBuilder()
     rows: dict[str, Any] = {}
     for name, of in names().items():
         rows[name] = {"as": of} if of != name else row_of(name)
         print(name, rows[name], flush=True)
-    forked.close()
     table.keep({"versions": answers.installed_versions(), "systems": list(SYSTEMS), "rows": rows})
 
 

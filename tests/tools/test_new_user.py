@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked import Server
 from typer.testing import CliRunner
 
 from bridge_fgo.tools.demo import missing_packages
@@ -164,13 +164,9 @@ def marks_of(command, kind):
     return [pytest.mark.slow] * is_slow + [without] * asks_megatron
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """Processes that commands are forked from, by what these may import."""
-    forks = {LIGHT: Forked("bridge_fgo.tools.main"), TORCH: Forked("torch", "bridge_fgo.tools.main")}
-    yield forks | {HUB: forks[LIGHT]}
-    for forked in set(forks.values()):
-        forked.close()
+LIGHT_SERVER, TORCH_SERVER = Server("bridge_fgo.tools.main"), Server("torch", "bridge_fgo.tools.main")
+SERVERS = {LIGHT: LIGHT_SERVER, HUB: LIGHT_SERVER, TORCH: TORCH_SERVER}
+"""Processes that commands are forked from, by what these may import."""
 
 
 def run_alone(command, **how):
@@ -194,7 +190,7 @@ def python(command):
     + [pytest.param(*case, marks=[pytest.mark.slow, *marks_of(case[0], case[3])]) for case in OF_THE_SECOND_HOUR],
     ids=str,
 )
-def test_a_command_of_a_new_user(folder, forks, monkeypatch, command, status, first_line, kind):
+def test_a_command_of_a_new_user(folder, monkeypatch, command, status, first_line, kind):
     added = {"PYTHONWARNINGS": "ignore", "HF_HOME": folder, "HF_HUB_OFFLINE": "1", "NEMORUN_HOME": folder}
     environment = os.environ | {name: str(value) for name, value in added.items()}
     words = command.split()
@@ -209,8 +205,8 @@ def test_a_command_of_a_new_user(folder, forks, monkeypatch, command, status, fi
         done.returncode = done.exit_code
         assert isinstance(done.exception, SystemExit | None)
     else:
-        done = forks[kind].run(python(words), cwd=folder, env=environment)
-        assert not NOT_IMPORTED[kind] & forks[kind].imported
+        done = SERVERS[kind].run(python(words), cwd=folder, env=environment)
+        assert not NOT_IMPORTED[kind] & done.imported
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     lines = (done.stdout + done.stderr).replace("Configuring global options", "").strip().splitlines()
