@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import fake_nccl
 import pytest
 import torch
 from both import PACKED, SMALL, session_of, steps, training
@@ -39,6 +40,7 @@ from bridge_fgo.memory.slab import StillShared  # noqa: E402
 from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
+from bridge_fgo.sleep.nccl import refusal  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.states.masters import MasterCopy  # noqa: E402
 
@@ -176,9 +178,10 @@ VERBS_OWN = {
     "WeightGroup.forget_masters",
     "_require_found",
     "_verb.<locals>.run",
+    *("Residency._suspend_nccl", "Residency._resume_nccl", "suspend", "resume", "_told_by_all"),
 }
-"""Functions that have the collectives in them or call those that do; and between them one that sets attributes, and one
-that looks at what all ranks were told."""
+"""Functions that have the collectives in them or call those that do; and between them one that sets attributes, and two
+that look at what all ranks were told."""
 
 
 def _enter(context) -> None:
@@ -277,6 +280,8 @@ def fail_at_each_place(rank: int, job: Job) -> list:
     Returns what was seen, as `OneFails` has it.
     """
     with Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
+        fakes = fake_nccl.Fakes(setattr)
+        nccl = None if refusal() else "suspend"  # with what everything that sleeps ends
         run.step()
         gc.freeze()  # each of a thousand sleeps looks for aliases among all objects that Python's collector lists
         one = OneFails(run, job)
@@ -285,7 +290,7 @@ def fail_at_each_place(rank: int, job: Job) -> list:
 
             def make(packs=packs, made=made) -> None:
                 config = bridge_fgo.OffloadConfig(engine="native", master_remainders=packs)
-                made[:] = [bridge_fgo.Residency(run.model, run.optimizer, config)]
+                made[:] = [bridge_fgo.Residency(run.model, run.optimizer, config, nccl=None if packs else nccl)]
 
             def let_go(made=made) -> None:
                 while made:
@@ -311,6 +316,7 @@ def fail_at_each_place(rank: int, job: Job) -> list:
 
                 one.at_each_place(name, lambda verb=verb, made=made: verb(made[0]), prepare, recover)
             made[0].close()
+        assert nccl is None or (len(fakes.log) > 1000 and not fakes.used)
         return one.seen
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import both
 import children
+import fake_nccl
 import fused_adam
 import pytest
 from saving import load, save
@@ -290,12 +291,13 @@ def _no_memory(*_: object, **__: object) -> int:
     raise torch.OutOfMemoryError("no memory for it")
 
 
-def _error(act: Callable[[], object]) -> str:
+def _error(act: Callable[[], object], or_none: bool = False) -> str:
     try:
         act()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    raise AssertionError("no error")
+    assert or_none, "no error"
+    return ""
 
 
 def save_and_load(rank: int, job: Job) -> dict[str, Any]:
@@ -388,3 +390,66 @@ def train_and_swap(rank: int, job: Job, changes: dict) -> dict[str, Any]:
             res.reload()
             assert not res.away
         return gathered(run, seen)
+
+
+def suspend_nccl(rank: int, job: Job, changes: dict) -> dict[str, Any]:
+    """Run as a rank of a training that, where `job.offload` says so, suspends NCCL (a fake) in each sleep.
+
+    changes: options of the training.
+
+    Returns also what was suspended and resumed, in this order, and the errors of a use of what is suspended.
+    """
+    seen: dict[str, Any] = {"refused": []}
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**changes), rank, job) as run:
+        fakes = fake_nccl.Fakes(setattr)
+        made = bridge_fgo.Residency(run.model, run.optimizer, nccl="suspend") if job.offload else None
+        for res in after_each_step(run, made, seen):
+            run.model[0].start_param_sync(force_sync=True)
+            res.keep("now")
+            for kinds in ("params", "grads", "optimizer"):
+                assert not fakes.are_suspended
+                res.offload(kinds)
+            assert fakes.are_suspended
+            seen["refused"].append(_error(lambda: torch.distributed.barrier(run.groups.dp)))
+            torch.distributed.barrier()
+            fakes.used.clear()
+            for context in (res.only("params"), res.only("grads"), res.weights("now"), res.checkpointing()):
+                with context:
+                    assert not fakes.are_suspended
+                    torch.distributed.barrier(run.groups.dp)
+                assert fakes.are_suspended
+            for kinds in ("params", "grads", "optimizer"):
+                with res.asleep():
+                    assert fakes.are_suspended
+                res.reload(kinds)
+            with res.asleep():
+                assert fakes.are_suspended
+            assert not fakes.are_suspended
+        if made is not None:
+            made.offload()
+            made.close()
+            assert not fakes.are_suspended
+        assert not fakes.used
+        return gathered(run, seen | {"log": fakes.log})
+
+
+def suspend_nccl_with_errors(rank: int, job: Job) -> dict[str, Any]:
+    """Run as a rank of a training in which NCCL (a fake) fails to suspend: on all ranks, on the last one, and no more.
+
+    Returns the errors of the sleep and of the wake after it, of each.
+    """
+    seen: dict[str, Any] = {"errors": []}
+    with sleeping(rank, job, config=CONFIG) as (run, _):
+        fakes = fake_nccl.Fakes(setattr)
+
+        def fail(fake: fake_nccl.FakeNccl) -> None:
+            if fake.group is run.groups.dp and not fake.is_suspended:
+                raise RuntimeError("invalid usage")
+
+        res = bridge_fgo.Residency(run.model, run.optimizer, CONFIG, nccl="suspend")
+        for when, fails in (("before", True), ("before", False), ("after", rank == job.ranks - 1)):
+            run.step()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fakes, when, fail if fails else lambda fake: None)
+                seen["errors"].append([_error(act, or_none=True) for act in (res.offload, res.reload)])
+        return seen

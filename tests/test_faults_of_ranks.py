@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from bridge_fgo.sleep.moved import KINDS
+from bridge_fgo.sleep.nccl import refusal
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
@@ -158,6 +159,8 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
         assert {"Rounding.agrees", "Transfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
         assert {"StorageSlab.copy_out", "StorageSlab.map_host"} <= reached["offload, gradients kept"]
         assert {"round_again", "Transfers.copy_in", "OptimizerStates.finish_reload"} <= reached["reload"]
+        if not refusal():
+            assert "suspendable" in reached["offload"] and "resumable" in reached["reload"]
 
 
 def contexts(turns):

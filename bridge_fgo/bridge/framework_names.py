@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 """Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
 
-LIMIT, FOLDER = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER"
-"""Environment variables that stand for `host_memory_limit_gib` and `frozen_folder` of each `Residency` that is made."""
+LIMIT, FOLDER, NCCL = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER", "BRIDGE_FGO_NCCL"
+"""Environment variables that stand for `host_memory_limit_gib`, `frozen_folder` and `nccl` of each `Residency`."""
 
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
 SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
@@ -38,11 +39,19 @@ def host_memory_limit_gib() -> float | None:
     return limit
 
 
+def nccl() -> Literal["suspend"] | None:
+    """Return what the environment has NCCL do, None where it says nothing, or raise ValueError."""
+    given = os.environ.get(NCCL, "")
+    if given not in ("", "suspend"):
+        raise ValueError(f"the environment variable {NCCL}={given!r}: use 'suspend', or leave it out")
+    return "suspend" if given else None
+
+
 def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the names that are asked for: by "auto" all, by None those of the environment variable.
 
     Raises:
-        ValueError: a name is none of these, or the limit of host memory in the environment is no number above 0.
+        ValueError: a name is none of these, or `host_memory_limit_gib` or `nccl` raises one.
     """
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
@@ -55,4 +64,5 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
             )
     if names:
         host_memory_limit_gib()
+        nccl()
     return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))

@@ -37,6 +37,7 @@ from bridge_fgo.sleep.moved import (
     wait_for_a_while,
     wait_for_gpu,
 )
+from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
 from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
@@ -52,6 +53,10 @@ class Asked(NamedTuple):
     groups: list[WeightGroup]  # of "params"
     finds: bool = True
 
+
+Wake = tuple[bool, bool, bool, bool, list[Key], set[Any]]
+"""What a rank tells before a reload: whether `where` holds for any parameter, whether anything moves, parameters do and
+packed masters need theirs; what NCCL has suspended; and the places of the parameters that are asked for."""
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -88,9 +93,12 @@ class Residency:
         frozen_folder: a folder in which frozen parameters are kept in files without names, which are not page-locked
             and do not count to the limit. The kernel takes their memory back where it is short. Copies from there are
             slower. None keeps them as all others.
+        nccl: "suspend" returns the memory of NCCL's communicators, too, once every Residency of the process is away;
+            the default process group keeps its own. None has them keep it.
 
     Raises:
-        ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
+        ValueError: something cannot be offloaded, or NCCL not suspended; names the setting to change. Or the host lacks
+            memory.
         RuntimeError: host memory could not be page-locked.
     """
 
@@ -101,6 +109,7 @@ class Residency:
         config: OffloadConfig | None = None,
         host_memory_limit_gib: float | None = None,
         frozen_folder: str | os.PathLike[str] | None = None,
+        nccl: Literal["suspend"] | None = None,
     ) -> None:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
@@ -108,8 +117,13 @@ class Residency:
         self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {}
         self._helpers: list[Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
-        accepted = told_by_ranks(lambda: (_accepted(model, config), _limit_bytes(host_memory_limit_gib)))
-        self._chunks, limit = accepted[0], min(accepted[1])
+        self._chunks, told = told_by_ranks(
+            lambda: (_accepted(model, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
+        )
+        limit = min(each for each, _ in told)
+        self._suspends_nccl = nccl is not None
+        if len({setting for _, setting in told}) > 1:  # told: the others raise too
+            raise ValueError("Residency(nccl='suspend') on some ranks alone: set it on all of them, or on none")
         try:
             with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
                 self._make(optimizer, config, limit, frozen_folder)
@@ -251,6 +265,11 @@ class Residency:
         return frozenset(kind for kind, part in self._parts.items() if part.is_here)
 
     @property
+    def _is_asleep(self) -> bool:
+        """Whether nothing is on the GPU that can leave it; of states a limit of host memory may keep some."""
+        return bool(self.away) and not self._here - (self.away & {"optimizer"})
+
+    @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes that are held for all of it."""
         slabs = self._weights.slabs + self._gradients.slabs
@@ -348,7 +367,12 @@ class Residency:
                 self._weights.make_columnwise()
             return self._offload_alone(kinds, groups, grads, tally) if kinds else Moved()
 
-        return on_every_rank(move)
+        def note() -> Moved:
+            tally.note_what_stays(self._unhosted)
+            return tally.end()
+
+        moved, nccl = told_by_ranks(lambda: (move(), self._suspendable()))
+        return on_every_rank(note) if self._suspend_nccl(nccl) else moved
 
     def _offload_alone(self, kinds: frozenset[Kind], groups: list[WeightGroup], grads: str, tally: Tally) -> Moved:
         """Offload what is on the GPU; no other rank takes part in it. groups: of "params"."""
@@ -421,19 +445,21 @@ class Residency:
 
     @_verb
     def _reload(self, asked: Callable[[], Asked]) -> Moved:
-        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, bool, bool, set[Any]]]:
+        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], Wake]:
             kinds, groups, finds = asked()
             wakes_params = any(group.is_away for group in groups)
             kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
             needs_weights = "optimizer" in kinds and self._lacks_weights
             places = {group.place for group in groups}
-            return (kinds, groups, Tally(self._device)), (finds, bool(kinds), wakes_params, needs_weights, places)
+            votes = finds, bool(kinds), wakes_params, needs_weights, suspended(), places
+            return (kinds, groups, Tally(self._device)), votes
 
         (kinds, groups, tally), votes = told_by_ranks(look)
         finds, moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(4))
         _require_found(finds)
         if not moves:
             return Moved()
+        self._resume_nccl([nccl for *_, nccl, _ in votes])
         asked_by_any = set[Any]().union(*(places for *_, places in votes)) - {None}
         known, needed = set(groups), set(self._weights.read_by_masters if needs_weights else ())
         others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]
@@ -696,7 +722,8 @@ class Residency:
             self._caches.drop(PARAMS, is_mid_step=False)
             self._sets.swap_in(kept, groups, tally)
 
-        on_every_rank(swap)
+        _, nccl = told_by_ranks(lambda: (swap(), suspended()))
+        self._resume_nccl(nccl)
         for group in groups:
             group.gather()
         wait_for_gpu(self._device)  # whatever stream reads next
@@ -716,7 +743,8 @@ class Residency:
 
         for group in on_every_rank(swap):
             group.gather()
-        on_every_rank(end)
+        _, nccl = told_by_ranks(lambda: (end(), self._suspendable()))
+        self._suspend_nccl(nccl)
 
     @_verb
     def _give_up_swap(self, error: BaseException) -> None:
@@ -835,6 +863,28 @@ class Residency:
         """Whether states cannot move before weights are reloaded: packed masters need them."""
         reads = self._states is not None and self._states.reads_weights
         return reads and any(group.is_away for group in self._weights.read_by_masters)
+
+    def _suspendable(self) -> list[Key] | None:
+        """Return what NCCL may suspend on this rank, to be told; None where something is awake, or nothing is asked."""
+        asked = any(res._suspends_nccl for res in list(_open))
+        if not asked or suspended() or not all(res._is_asleep for res in list(_open)):
+            return None
+        # Race: NCCL unmaps memory that a collective in flight may still use.
+        wait_for_gpu(self._device)
+        return suspendable()
+
+    def _suspend_nccl(self, told: Sequence[list[Key] | None]) -> bool:
+        """Suspend NCCL's communicators where every rank may, and return whether any were."""
+        keys = [each for each in told if each is not None]
+        if len(keys) < len(told) or not any(keys):
+            return False
+        on_every_rank(lambda: suspend(keys))
+        return True
+
+    def _resume_nccl(self, told: Sequence[list[Key]]) -> None:
+        """Resume them before the first collective of a group; the ranks have told what is suspended."""
+        if any(told):
+            resume(on_every_rank(lambda: resumable(told, self._device)))
 
     def _on_gpu(
         self, kinds: frozenset[Kind], groups: Iterable[WeightGroup]

@@ -22,6 +22,7 @@ from sleeping import buffers, gone
 
 import bridge_fgo
 from bridge_fgo.bridge import framework_moves, framework_names, installation
+from bridge_fgo.sleep import nccl
 from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -358,10 +359,29 @@ def test_the_environment_limits_host_memory_and_keeps_frozen_parameters_in_files
     me.assert_as_resident()
 
 
-def test_a_limit_in_the_environment_that_is_no_number_is_an_error_once_a_framework_is_asked_for(modules, monkeypatch):
-    monkeypatch.setenv(framework_names.LIMIT, "64 GiB")
+@ALL
+@pytest.mark.parametrize("asked", ["", "suspend"])
+def test_the_environment_has_nccl_be_suspended(modules, sleeper, monkeypatch, cycle, asked):
+    monkeypatch.setenv(framework_names.NCCL, asked)
+    monkeypatch.setattr(nccl, "refusal", lambda: "")
+    with bridge_fgo.install(frameworks="auto"):
+        me = sleeper(1)
+        _, sleep, wake = cycle(me.training)
+        sleep()
+        assert bridge_fgo.Residency.of(me.training.model)._suspends_nccl == bool(asked)
+        wake()
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "use"),
+    [(framework_names.LIMIT, "64 GiB", "a number of GiB above 0"), (framework_names.NCCL, "off", "'suspend'")],
+)
+def test_a_wrong_word_in_the_environment_is_an_error_once_a_framework_is_asked_for(
+    modules, monkeypatch, name, given, use
+):
+    monkeypatch.setenv(name, given)
     bridge_fgo.install().uninstall()
-    with pytest.raises(ValueError, match="BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB='64 GiB': use a number of GiB above 0"):
+    with pytest.raises(ValueError, match=f"{name}='{given}': use {use}"):
         bridge_fgo.install(frameworks="verl")
 
 
