@@ -97,11 +97,49 @@ def test_activation_offload_is_compared_with_states_within_five_percent_of_what_
     found = []
     for offloaded in ([], modules):
         vars(of_job.config.model).update(fine_grained_activation_offloading=bool(offloaded), offload_modules=offloaded)
-        given = counted.forward * of_gpu, counted.backward * of_gpu
+        given = counted.forward * of_gpu, counted.whole_backward * of_gpu
         recommendation = recommend.Recommender(of_job, link, *given).recommend()
         found += [choice(recommendation, way) for way in ("as configured", "as configured, all offloaded")]
     assert [one.step for one in found] == pytest.approx([seconds for seconds, _ in measured], rel=0.05)
     assert [one.peak for one in found] == pytest.approx([peak * GB for _, peak in measured], rel=0.05)
+
+
+LONG, SHORT = PRESETS["long"], PRESETS["short"]
+# Of the same kind: resident, with the states offloaded, and with the gradients too, where that was compared.
+WITH_GRADIENTS = {
+    f"{LONG} --layers 12 --gbs 6": (2.258, (2.286, 51.24), (2.286, 48.98)),
+    f"{LONG} --layers 8 --gbs 3": (0.776, (0.802, 38.22), (0.799, 36.40)),
+    f"{SHORT} --gbs 2": (0.193, (0.436, 28.54), (0.439, 21.97)),
+    f"{SHORT} --layers 16 --gbs 8": (0.452, (0.608, 19.59), None),
+}
+
+
+@pytest.mark.parametrize("options", WITH_GRADIENTS)
+def test_gradients_are_compared_within_five_percent_of_what_was_measured_where_a_backward_hides_them(options):
+    of_job, (link,) = job(options, 1), links("H200", None, 1)
+    resident, *measured = WITH_GRADIENTS[options]
+    counted = compute_of(of_job, "H200")
+    of_gpu = resident / counted.step
+    found = recommend.Recommender(of_job, link, counted.forward * of_gpu, counted.whole_backward * of_gpu).recommend()
+    word = "lazy" if of_job.microbatches == 1 else "offloaded"
+    ways = ["as configured, all offloaded", f"as configured, gradients {word}, all offloaded"]
+    told = [choice(found, way) for way in ways if any(one.name == way for one in found.choices)]
+    assert len(told) == sum(figures is not None for figures in measured)
+    for one, (seconds, peak) in zip(told, measured, strict=False):
+        assert one.step == pytest.approx(seconds, rel=0.05)
+        assert one.peak == pytest.approx(peak * GB, rel=0.05)
+    (term,) = (term for term in found.terms if term.startswith("gradients: "))
+    assert ("longer than a backward of 0.074 s hides" in term) == (None in measured)
+
+
+def test_gradients_are_offloaded_where_states_alone_do_not_fit():
+    of_job, (link,) = job(f"{LONG} --layers 12 --gbs 6", 1), links("H200", None, 1)
+    found = recommend.Recommender(replace(of_job, recomputations=REFUSED), link, room=49 * GB).recommend()
+    assert found.advised is choice(found, "as configured, gradients offloaded, all offloaded")
+    assert "optimizer.offload.gradients=true" in found.advised.overrides
+    assert not choice(found, "as configured, all offloaded").fits
+    moved = choice(found, found.advised.name).offloaded - choice(found, "as configured, all offloaded").offloaded
+    assert moved == pytest.approx(3.54 * GB, abs=0.005 * GB)
 
 
 def test_activation_offload_is_offered_with_its_terms_and_costs_what_it_cannot_hide():
@@ -193,7 +231,7 @@ def test_what_bridge_refuses_is_not_offered_and_what_has_to_be_turned_off_is_par
     graphs = "model.cuda_graph_impl=none"
     found = recommendation(TIGHT, recomputations={"all recomputed": "no graphs", "attention recomputed": [graphs]})
     assert not any(one.name.startswith("all recomputed") for one in found.choices)
-    assert found.terms[-1] == "not offered: all recomputed, which Megatron-Bridge refuses here: no graphs"
+    assert found.terms[-1] == "not offered: all recomputed: Megatron-Bridge refuses it here: no graphs"
     assert graphs in choice(found, "attention recomputed").overrides
 
 
@@ -207,6 +245,9 @@ def test_settings_of_the_config_that_the_advice_replaces_are_undone():
         "bridge-fgo plan 'a b:c' --system H200 --gpus 8 --piece-bytes 1048576 --check train.x=1 "
         "optimizer.offload.fraction=null 'model.recompute_modules=[moe]'"
     )
+    (offload,) = (one for one in recommendation(FIVE).choices if one.name == OFFLOADED)
+    command = check_of(Settings("tiny", system="H200"), offload.overrides)
+    assert command.startswith("NVTE_CPU_OFFLOAD_V1=1 bridge-fgo plan tiny --system H200 --check model.fine_grained_")
 
 
 def test_a_resident_way_turns_off_the_flag_that_the_config_has_on():
@@ -232,6 +273,46 @@ def test_a_given_forward_scales_what_is_recomputed_with_it():
     assert given.choices[0].step > 16 * 3.0 and "as given" in given.terms[0]
     ratios = [one.change(choice(one, "all recomputed")) for one in (counted, given)]
     assert ratios[0] == pytest.approx(ratios[1], abs=0.05)
+
+
+def test_given_seconds_are_of_the_configs_own_microbatch_and_what_it_recomputes():
+    (link,) = links("H200", None, 1)
+    of_job = job(f"{FIVE} --recompute full --gbs 12", 1)
+    counted = compute_of(of_job, "H200")
+    as_counted = recommend.Recommender(of_job, link).recommend()
+    given = recommend.Recommender(of_job, link, counted.forward, counted.whole_backward).recommend()
+    assert [one.name for one in given.choices] == [one.name for one in as_counted.choices]
+    for one, other in zip(given.choices, as_counted.choices, strict=True):
+        assert one.step == pytest.approx(other.step), one.name
+    assert any(one.name.startswith("micro batch of 12") for one in given.choices)
+    with pytest.raises(ValueError, match=r"--backward-seconds 0\.1: what the config recomputes takes 0\.196 s"):
+        recommend.Recommender(of_job, link, 0.2, 0.1)
+
+
+def test_the_terms_tell_of_states_gradients_activations_and_recomputation_and_why_a_way_is_missing():
+    def starts(options, **changes):
+        return [*recommendation(options, **changes).terms]
+
+    found = starts(FIVE, recomputations={"MLP recomputed": "no"})
+    for begin in (
+        "compute: 2 microbatches of ",
+        "states: all of them take 0.064 s one way. They add at least ",
+        "gradients: True takes ",
+        "recomputed in each microbatch: MLP 0.0",
+        "activations offloaded: 0.81 GB a microbatch take ",
+        "not offered: MLP recomputed: Megatron-Bridge refuses it here: no",
+    ):
+        assert sum(term.startswith(begin) for term in found) == 1, begin
+    small = starts(NINE, system="H100", refusals=["no"])
+    assert "not offered: no recomputation: it does not fit, nor with the offload" in small
+    (link,) = links("H200", None, 1)
+    of_job = job(f"{WIDE} --pp 2 --vpp 2", 2)
+    of_job.config.model.attention_backend = "fused"
+    left_out = recommend.Recommender(of_job, link).recommend().terms[-2:]
+    assert left_out[0].startswith("not offered: attention recomputed: of fused attention it spares nothing")
+    assert left_out[1].startswith("not offered: activations offloaded: with several model chunks a rank mcore ends")
+    given = recommend.Recommender(of_job, link, activations=GB).recommend().terms
+    assert sum(term.endswith("activations are not counted, but as --activations-gb says") for term in given) > 2
 
 
 def test_the_fewest_gpus_are_found_with_and_without_the_offload():

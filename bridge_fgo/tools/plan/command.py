@@ -88,7 +88,9 @@ def run(settings: Settings, log: Log | None = None) -> int:
 
 def check_of(settings: Settings, advice: Sequence[str]) -> str:
     """Return the command that checks the job with what is advised, in the place of what was given for the same."""
-    words = ["bridge-fgo", "plan", settings.target]
+    # Bridge takes a config with activation offload with this variable alone.
+    asked = any("fine_grained_activation_offloading=True" in override for override in advice)
+    words = [*["NVTE_CPU_OFFLOAD_V1=1"] * asked, "bridge-fgo", "plan", settings.target]
     for name in OF_A_CHECK:
         if (value := getattr(settings, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]

@@ -32,7 +32,9 @@ class Settings(JobSettings):
     system: Annotated[str | None, option("GB200, GB300, B200, B300, GH200, H200 or H100; all by default.")] = None
     link_gbs: Annotated[float | None, option("Measured link speed of a GPU, GB/s each way.")] = None
     forward_seconds: Annotated[float | None, option("A microbatch's forward on a rank.")] = None
-    backward_seconds: Annotated[float | None, option("The same; twice the forward by default.")] = None
+    backward_seconds: Annotated[
+        float | None, option("The same, with what it recomputes; twice the forward by default.")
+    ] = None
     activations_gb: Annotated[float | None, option("Peak of a rank's activations in GB, instead of counting them.")] = (
         None
     )

@@ -26,6 +26,8 @@ HYBRID_SECONDS = 0.969 / 1.641e9
 """Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
 with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`). Where
 several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
+AGAIN = " recomputed"
+"""How the names of kinds of recomputation end."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
@@ -90,8 +92,16 @@ class Recommendation:
 class Recommender:
     """Makes estimates of a job with some settings changed, on one system.
 
+    Args:
+        job: the job.
+        link: of the system.
+        forward: seconds of one of its microbatches on a rank, where the user knows them.
+        backward: the same, with what the config recomputes.
+        activations: peak of each stage in bytes, where the user knows it.
+        room: bytes that a peak may have; None: the system's.
+
     Raises:
-        ValueError: activations are not known.
+        ValueError: activations are not known, or the backward is shorter than what it recomputes.
     """
 
     def __init__(
@@ -105,6 +115,12 @@ class Recommender:
     ) -> None:
         self._job, self._link, self._activations = job, link, activations
         self._forward, self._backward = forward, backward
+        self._again = compute_of(job, link.name, forward).recomputed
+        if backward is not None and backward <= self._again:
+            raise ValueError(
+                f"--backward-seconds {backward}: what the config recomputes takes {self._again:.3f} s of it; give the "
+                "whole backward, or leave it out"
+            )
         self._of_host, self._room = SYSTEMS[link.name].host_bytes, room or SYSTEMS[link.name].room
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._states = states_of_ranks(job, self._offload)
@@ -118,31 +134,36 @@ class Recommender:
     def recommend(self) -> Recommendation:
         """Return the ways to run the job, and the fastest that fits."""
         choices: list[Choice] = []
-        terms = [*self._terms(self._compute(self._job))]
-        kinds = self._recomputations()
+        kinds, left_out = self._recomputations()
+        terms = [*self._terms(self._compute(self._job), kinds)]
         answers = {name: self._job.recomputations.get(name, []) for name in kinds}
         refused = {name: why for name, why in answers.items() if isinstance(why, str)}
         for name, changes in {"as configured": {}, **kinds}.items():
             if name in refused:
+                left_out[name] = f"Megatron-Bridge refuses it here: {refused[name]}"
                 continue
             job = with_settings(self._job, model=changes)
             if self._activations is None and uncounted(job.config):
+                left_out[name] = not_counted(job.config)
                 continue
             if name in ("as configured", OFFLOADED):
                 terms += self._terms_of_copies(job)
             overrides = (*told(self._job.config.model, changes), *answers.get(name, ()))
-            resident = self._resident(name, job, overrides)
+            resident, found = self._resident(name, job, overrides), []
             is_as_it_is = not changes
             if is_as_it_is or resident.fits:
-                choices.append(resident)
+                found.append(resident)
             if is_as_it_is or not resident.fits:
-                choices += self._offloaded(name, job, overrides, also_everything=is_as_it_is)
+                found += self._offloaded(name, job, overrides, also_everything=is_as_it_is)
+            if not found:
+                left_out[name] = "it does not fit, nor with the offload"
+            choices += found
         fitting = [choice for choice in choices if choice.fits]
         advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         on_others, fewest = self._on_other_gpus(choices)
         choices += on_others
-        terms += [f"not offered: {name}, which Megatron-Bridge refuses here: {why}" for name, why in refused.items()]
+        terms += [f"not offered: {name}: {why}" for name, why in left_out.items()]
         return Recommendation(choices, advised, terms, self._room, fewest)
 
     def _estimate(
@@ -154,7 +175,11 @@ class Recommender:
         return make_estimate(job, offload, [self._link], *times, self._activations, self._states)
 
     def _compute(self, job: Job) -> Compute:
-        copied, compute = _copied(job), compute_of(job, self._link.name, self._forward, self._backward)
+        # The given seconds are of the config's own microbatch.
+        times = job.config.train.micro_batch_size / self._job.config.train.micro_batch_size
+        forward = None if self._forward is None else self._forward * times
+        backward = None if self._backward is None else (self._backward - self._again) * times
+        copied, compute = _copied(job), compute_of(job, self._link.name, forward, backward)
         return replace(compute, copies=tuple((size / self._in_node.d2h, size / self._in_node.h2d) for size in copied))
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
@@ -165,31 +190,53 @@ class Recommender:
         return self._choice(name, (*flag, *overrides), peak, sum(_copied(job)), self._compute(job).step, fits, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
-        """Yield the least offload that fits, where there is one, and the whole; both with lazy gradients too."""
+        """Yield the least offload that fits, where there is one, and the whole; both with gradients too."""
         ways = [(name, self._offload, overrides)]
-        lazy = replace(self._offload, gradients="lazy")
-        # With several microbatches every gradient is there at the peak; what copies of them cost is little measured.
-        if job.microbatches == 1 and not self._offload.gradients and not any(setting_refusals(job.config, lazy)):
-            ways.append((f"{name}, gradients lazy", lazy, ("optimizer.offload.gradients=lazy", *overrides)))
+        moved = _with_gradients(self._offload, job)
+        if not self._why_gradients_stay(job, moved):
+            word, value = ("lazy", "lazy") if moved.gradients == "lazy" else ("offloaded", "true")
+            ways.append((f"{name}, gradients {word}", moved, (f"optimizer.offload.gradients={value}", *overrides)))
+        are_states_enough = False
         for name, offload, overrides in ways:
             whole = self._estimate(job, everything=True, offload=offload)
-            if whole.refusals or (offload is lazy and not any(stage.spared for stage in whole.stages)):
+            if whole.refusals:
                 return
-            if whole.least_budget <= self._room < whole.resident_peak:
-                settings = (f"{BUDGET}auto", *overrides)
-                yield self._with_offload(f"{name}, least offload", job, settings, offload, everything=False)
-            if also_everything:
+            fits = whole.least_budget <= self._room
+            # Under a budget states leave first: where gradients that are copied have to, everything does.
+            is_last = offload is moved and moved.gradients is True
+            if fits and self._room < whole.resident_peak and not is_last:
+                yield self._with_offload(
+                    f"{name}, least offload", job, (f"{BUDGET}auto", *overrides), offload, everything=False
+                )
+            if also_everything or (is_last and fits and not are_states_enough):
                 yield self._with_offload(f"{name}, all offloaded", job, overrides, offload, everything=True)
+            are_states_enough = fits
+
+    def _why_gradients_stay(self, job: Job, moved: OffloadConfig) -> str:
+        """Return why gradients are not among what is compared; "" where they are."""
+        if self._offload.gradients:
+            return f"OffloadConfig.gradients={self._offload.gradients!r} is part of every way with the offload"
+        if refusal := next(iter(setting_refusals(job.config, moved)), ""):
+            return f"not offered: {refusal}"
+        whole = self._estimate(job, everything=True, offload=moved)
+        if not any(stage.spared for stage in whole.stages):
+            return f"not offered: OffloadConfig.gradients={moved.gradients!r} takes nothing off the peak"
+        (row,), backward = whole.links, self._compute(job).whole_backward
+        if row.gradient_seconds > backward:
+            return (
+                f"not offered: after each microbatch {max(stage.moving for stage in whole.stages) / 1e9:.2f} GB would "
+                f"take {row.gradient_seconds:.3f} s each way, longer than a backward of {backward:.3f} s hides; "
+                "optimizer.offload.gradients=true has this job planned with them"
+            )
+        return ""
 
     def _with_offload(
         self, name: str, job: Job, overrides: tuple[str, ...], offload: OffloadConfig, everything: bool
     ) -> Choice:
         compute = self._compute(job)
-        # Copies hide behind a backward with what it does again, and get what activations leave of the link.
-        free = compute.forward - compute.out, compute.whole_backward - compute.back
-        beside = replace(compute, forward=max(0.0, free[0]), backward=max(0.0, free[1]))
-        estimate = self._estimate(job, everything, beside, offload)
-        peak, away = estimate.offloaded_peak, max(stage.away for stage in estimate.stages) + sum(_copied(job))
+        estimate = self._estimate(job, everything, _beside(compute), offload)
+        away = max(stage.away + stage.moving for stage in estimate.stages) + sum(_copied(job))
+        peak = estimate.offloaded_peak
         (row,) = estimate.links
         flag = () if self._job.flag else (FLAG_ON,)
         # The config's own fraction and budget are not those of this choice.
@@ -253,20 +300,21 @@ class Recommender:
         group = parallel.pipeline if chunks_of(model) > 1 else 1
         return not rest and not microbatches % group and not parallel.stage_ranks % parallel.optimizer_instances
 
-    def _recomputations(self) -> dict[str, dict[str, Any]]:
-        """Return kinds of recomputation, and activation offload, other than the config's own.
-
-        None where activations are given as they are.
-        """
+    def _recomputations(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""
         model = self._job.config.model
         is_of_experts = bool(getattr(model, "num_moe_experts", None))
-        unsuited = {"MLP recomputed" if is_of_experts else "experts recomputed"}
-        if not is_unfused(model):
-            unsuited.add("attention recomputed")
-        if chunks_of(model) > 1:
-            unsuited.add(OFFLOADED)  # mcore ends with an error of its own ("Chunk mismatch") in the first step
-        suited = {name: kind for name, kind in kinds(model).items() if name not in unsuited and told(model, kind)}
-        return {} if self._activations is not None else suited
+        other = "MLP recomputed" if is_of_experts else "experts recomputed"  # of which there are none
+        found = {name: kind for name, kind in kinds(model).items() if name != other and told(model, kind)}
+        unsuited: dict[str, str] = {}
+        if self._activations is not None:
+            unsuited = dict.fromkeys(found, "activations are not counted, but as --activations-gb says")
+        elif not is_unfused(model):
+            unsuited["attention recomputed"] = "of fused attention it spares nothing"
+        if chunks_of(model) > 1 and self._activations is None:
+            unsuited[OFFLOADED] = "with several model chunks a rank mcore ends with its own error (Chunk mismatch)"
+        suited = {name: kind for name, kind in found.items() if name not in unsuited}
+        return suited, {name: why for name, why in unsuited.items() if name in found}
 
     def _larger_micro_batch(self) -> Iterator[Choice]:
         """Yield the largest micro batch above the config's that fits with all offloaded, where there is one."""
@@ -312,7 +360,7 @@ class Recommender:
                 f"added, and states have less to hide behind (estimated: two jobs on an H200 took up to 3% more){asked}"
             )
 
-    def _terms(self, compute: Compute) -> Iterator[str]:
+    def _terms(self, compute: Compute, kinds: dict[str, dict[str, Any]]) -> Iterator[str]:
         rate = SYSTEMS[self._link.name].flops
         source = (
             f"at {ACHIEVED:.0%} of {rate / 1e12:.0f} TFLOP/s (data sheet, dense BF16); give --forward-seconds"
@@ -323,10 +371,31 @@ class Recommender:
             f"compute: {compute.steps_of_a_pipeline:g} microbatches of {compute.forward:.3f} s forward, "
             f"{compute.backward:.3f} s backward and {compute.recomputed:.3f} s recomputed, {source}"
         )
+        beside, (row,) = _beside(compute), self._as_it_is.links
+        (hidden,) = self._estimate(self._job, everything=True, compute=beside).links
         yield (
-            f"copies: the least that they can add (floor) at {self._in_node.figures} GB/s D2H/H2D/both at once; in "
-            "runs on H200s up to 0.1 of the states' one crossing came on top"
+            f"states: all of them take {row.link_seconds:.3f} s one way. They add at least {hidden.floor or 0.0:.3f} s "
+            f"(floor; with nothing to hide behind {row.most_floor:.3f} s) at {self._in_node.figures} GB/s D2H/H2D/both "
+            "at once; in runs on H200s up to 0.1 of their one crossing came on top"
         )
+        moved = _with_gradients(self._offload, self._job)
+        if why := self._why_gradients_stay(self._job, moved):
+            yield f"gradients: {why}"
+        else:
+            whole = self._estimate(self._job, everything=True, offload=moved)
+            spared = max(stage.spared for stage in whole.stages)
+            copied = "nothing is copied"
+            if moving := max(stage.moving for stage in whole.stages):
+                seconds = whole.links[0].gradient_seconds
+                copied = f"{moving / 1e9:.2f} GB, {seconds:.3f} s each way after a microbatch, hide behind a backward"
+            yield f"gradients: {moved.gradients!r} takes {spared / 1e9:.2f} GB off the peak; {copied}"
+        again = {
+            name.removesuffix(AGAIN): self._compute(with_settings(self._job, model=kind)).recomputed
+            for name, kind in kinds.items()
+            if name.endswith(AGAIN)
+        }
+        if again:
+            yield "recomputed in each microbatch: " + ", ".join(f"{name} {again[name]:.3f} s" for name in again)
         yield (
             f"HybridDeviceOptimizer: {self._hybrid_seconds * 1e9:.2f} s for 10^9 parameters "
             f"({HYBRID_SECONDS * 1e9:.2f} s measured, alone on a host; beside other GPUs as much longer as copies take)"
@@ -335,6 +404,17 @@ class Recommender:
             "not counted: communication and its overlap, CUDA graphs, the optimizer's update, how much faster larger "
             "kernels are"
         )
+
+
+def _beside(compute: Compute) -> Compute:
+    """Return what states hide behind: a backward with what it does again, less what activations take of the link."""
+    free = compute.forward - compute.out, compute.whole_backward - compute.back
+    return replace(compute, forward=max(0.0, free[0]), backward=max(0.0, free[1]))
+
+
+def _with_gradients(offload: OffloadConfig, job: Job) -> OffloadConfig:
+    """Return an offload with that of gradients that spares something with as many microbatches."""
+    return replace(offload, gradients="lazy" if job.microbatches == 1 else True)
 
 
 def _copied(job: Job) -> list[int]:
