@@ -240,19 +240,6 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(made_up, monkeypat
     assert not (tmp_path / "kept").exists()
 
 
-def test_the_reference_of_the_hosts_speed_is_that_of_all_arms(made_up, monkeypatch, tmp_path):
-    original, loops = command.run_one, {"resident": 1e-3, "native": 0.5e-3}
-
-    def run_one(settings, one, resident):
-        run = original(settings, one, resident)
-        run.result["host_loop_seconds_of_ranks"] = [[loops[one.name]] * len(run.steps)]
-        return run
-
-    monkeypatch.setattr(command, "run_one", run_one)
-    counted = {row["arm"]: row["steps_counted"] for row in ran(tmp_path, "--arms resident,native")["arms"]}
-    assert counted == {"resident": "3 of 3, uneven host", "native": "3 of 3"}
-
-
 def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
     made_up[0].update(hybrid="b", native="b")
     ran(tmp_path, "--arms resident,hybrid")

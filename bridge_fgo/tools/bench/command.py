@@ -22,7 +22,6 @@ from bridge_fgo.tools.bench.options import Settings
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, resident_of, save_options
 from bridge_fgo.tools.bench.rounds import faster, rounds_of, table_of_rounds
-from bridge_fgo.tools.bench.steps import reference_loop
 from bridge_fgo.tools.show import print_table
 
 NOT_EQUAL = 1
@@ -35,8 +34,8 @@ type Runs = tuple[dict[str, ArmRun], dict[str, str]]
 def run(settings: Settings) -> int:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
 
-    Step times are of steps in which the host was equally fast: each arm times a short loop of Python before each step,
-    and a step counts if that took at most 1.25 times the first quartile of all arms.
+    Each arm times a short loop of Python before each step, which tells whether the hosts were equally fast: where they
+    were not, compare arms with --in-turn.
 
     Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
     """
@@ -58,9 +57,8 @@ def run(settings: Settings) -> int:
         alone = [arm.name for arm in there if arm.is_fsdp]
         failures |= {name: f"{name}: fsdp_resident, which it is compared with, failed" for name in alone}
         there = [arm for arm in there if not arm.is_fsdp]
-    reference = reference_loop(runs.values())
     compared_with = {arm.name: resident_of(arm, there).name for arm in there}
-    rows = [make_row(runs[compared_with[arm.name]], runs[arm.name], link, arm.bitwise, reference) for arm in there]
+    rows = [make_row(runs[compared_with[arm.name]], runs[arm.name], link, arm.bitwise) for arm in there]
     resident = runs[chosen[0].name]
     state_bytes, size = resident.result["state_bytes"], " ".join(settings.size())
     result: dict[str, Any] = {

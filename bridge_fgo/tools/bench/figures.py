@@ -10,7 +10,7 @@ from typing import Any
 from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.bench.floor import floor_seconds
-from bridge_fgo.tools.bench.steps import counted_steps, save_stall_seconds, warm_steps
+from bridge_fgo.tools.bench.steps import save_stall_seconds, warm_steps
 
 RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
 """Fields of an arm's result that tell which steps count and what a save adds. They are the whole step's seconds, those
@@ -58,9 +58,6 @@ class Row:
     step_seconds: float = _column("step, s", "median (min-max) seconds of the steps that count", _step)
     step_seconds_min: float
     step_seconds_max: float
-    steps_counted: str = _column(
-        "steps counted", "how many of how many steps count: those in which the host was equally fast", "{}"
-    )
     host_loop_seconds: tuple[float, float, float] | None = _column(
         "host loop, ms",
         "median (min-max) of a short loop of Python before each step: the host's speed, over all steps from the 7th on",
@@ -143,10 +140,8 @@ def summary_of(rows: list[Row], state_bytes: int) -> list[list[str]]:
     return table
 
 
-def make_row(
-    resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: bool, reference: float | None = None
-) -> Row:
-    """Return an arm's row, beside the resident one; without a `reference` loop every step counts."""
+def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: bool) -> Row:
+    """Return an arm's row, beside the resident one."""
     base, mine = resident.result, run.result
     is_resident = run is resident
     e_of_a_second = min(link["d2h"], link["h2d"]) / base["state_bytes"]
@@ -158,9 +153,9 @@ def make_row(
         return (base[f"peak_{kind}_bytes"] - mine[f"peak_{kind}_bytes"]) / base["state_bytes"]
 
     steps = warm_steps(run)
-    seconds, counted = counted_steps(steps, reference)
+    seconds = [step.seconds for step in steps]
     median = statistics.median(seconds)
-    added = median - statistics.median(counted_steps(warm_steps(resident), reference)[0])
+    added = median - statistics.median(step.seconds for step in warm_steps(resident))
     copies, others = beside_copies(mine), beside_copies(base)
     loops = [step.host_loop for step in steps if step.host_loop is not None]
     first_two = [sum(event["seconds"] for event in each.steps[:2]) for each in (run, resident)]
@@ -170,7 +165,6 @@ def make_row(
         step_seconds=median,
         step_seconds_min=min(seconds),
         step_seconds_max=max(seconds),
-        steps_counted=counted,
         host_loop_seconds=(statistics.median(loops), min(loops), max(loops)) if loops else None,
         added_seconds=added,
         e=None if is_resident else as_e(added),

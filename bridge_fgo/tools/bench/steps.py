@@ -1,9 +1,4 @@
-"""Which steps of an arm count: those in which nothing is saved and the host was as fast as in every other arm's.
-
-A host that others use, too, changes its speed by a factor of two within seconds, and with it the time of a step. So
-each arm times a fixed loop of Python before each step, on every rank (`tools.arms.clocks`), of which that of the
-slowest counts. The first quartile of all arms' loop times is the reference; a step counts if its loop took at most
-`SLOWER` times that. Where fewer than half of an arm's steps would be left, all count, and the table says so.
+"""Which steps of an arm count: those that are warm, and in which nothing is saved.
 
 A step with a save does not count, nor does the one after it: Bridge empties the allocator's cache for a save, and the
 background writer is waited for between the two, in no step's time, so that copies do not run on.
@@ -16,14 +11,11 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP
-
-SLOWER = 1.25  # a choice: well above what a quiet host's loop varies by, well below a busy one's factor of two
 
 
 @dataclass(frozen=True)
@@ -57,20 +49,3 @@ def save_stall_seconds(run: ArmRun, step_seconds: float) -> float | None:
     saves = run.result.get("save_steps", [])[1:]
     stalls = [event["seconds"] - step_seconds for event in run.steps if event["step"] in saves]
     return statistics.median(stalls) if stalls else None
-
-
-def reference_loop(runs: Iterable[ArmRun]) -> float | None:
-    """Return the first quartile of the loop times of all arms; None where no loop was timed."""
-    loops = sorted(step.host_loop for run in runs for step in warm_steps(run) if step.host_loop is not None)
-    return loops[(len(loops) - 1) // 4] if loops else None
-
-
-def counted_steps(steps: list[Step], reference: float | None) -> tuple[list[float], str]:
-    """Return the seconds of an arm's steps that count, by the rule on top of this file, and how many of how many."""
-    every = [step.seconds for step in steps]
-    if reference is None or any(step.host_loop is None for step in steps):
-        return every, f"{len(steps)} of {len(steps)}"
-    fast = [step.seconds for step in steps if (step.host_loop or 0.0) <= SLOWER * reference]
-    if 2 * len(fast) < len(steps):
-        return every, f"{len(steps)} of {len(steps)}, uneven host"
-    return fast, f"{len(fast)} of {len(steps)}"
