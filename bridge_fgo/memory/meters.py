@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -166,9 +166,6 @@ class Ledger:
 class Traffic:
     """Counts what a rank has moved, in bytes, and what it cost the host: the host time inside its blocks."""
 
-    before_block: ClassVar[list[Callable[[], None]]] = []
-    """Called before each block, and not counted; for the bench, which lets the driver's queue of launches drain."""
-
     def __init__(self) -> None:
         self.out = 0
         self.back = 0
@@ -177,8 +174,6 @@ class Traffic:
         self.touches = Touches()  # counts states that came back because code used them
 
     def __enter__(self) -> None:
-        for call in Traffic.before_block:
-            call()
         self.seconds -= time.perf_counter()
 
     def __exit__(self, *exception: object) -> None:

@@ -9,9 +9,8 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.figures import GRADIENT_FIGURES
-from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.tools.arms import clocks, gpu
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -57,33 +56,9 @@ def stream(monkeypatch):
     return stream
 
 
-def move(stream, traffic):
-    with traffic:
-        stream.now += 0.25
-
-
-def test_a_move_alone_waits_for_the_gpu_first_and_moves_in_a_row_wait_once_which_does_not_count(stream):
-    traffic = Traffic()
-    alone = MovesAlone(stream)
-    move(stream, traffic)
-    assert (stream.waits, traffic.seconds) == (1, 0.25)
-    move(stream, traffic)
-    assert (stream.waits, traffic.seconds) == (2, 0.5)
-    alone.end()
-    move(stream, traffic)
-    assert (stream.waits, traffic.seconds) == (2, 0.75)
-    traffic, alone = Traffic(), MovesAlone(stream)
-    for _ in range(3):
-        with traffic:
-            stream.now += 0.0005
-    alone.end()
-    assert stream.waits == 3
-    assert traffic.seconds == pytest.approx(0.0015)
-
-
 @pytest.fixture
 def recorder(tmp_path, monkeypatch, stream):
-    """A recorder of 5 steps, 2 with moves alone and 2 profiled ones."""
+    """A recorder of 5 steps, 2 that are not measured and 2 profiled ones."""
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     for name in ("memory_allocated", "max_memory_allocated", "max_memory_reserved"):
@@ -96,7 +71,7 @@ def recorder(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
     monkeypatch.setattr(gpu_recorder, "gather", lambda mine: [mine])
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
-    options = ["--steps", "5", "--alone-steps", "2", "--trace", str(tmp_path / "trace.gz")]
+    options = ["--steps", "5", "--extra-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
     return gpu_recorder.ArmRecorder(options, PhaseClock(options.steps))
 
@@ -125,7 +100,7 @@ def written(tmp_path):
 
 
 def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
-    train = SimpleNamespace(train_iters=9)  # five measured, two with moves alone, two profiled
+    train = SimpleNamespace(train_iters=9)  # five measured, two not, two profiled
     context = SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(train=train)))
     recorder.turns = SimpleNamespace(has_another_step=lambda: True, ends_early=False)
     for ends_early, measured, trained in ((False, 5, 9), (True, 2, 6), (True, 2, 6)):
@@ -134,11 +109,10 @@ def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what
         assert (recorder._options.steps, train.train_iters) == (measured, trained)
 
 
-def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_ones(
+def test_what_comes_after_the_measured_steps_is_in_no_figure_and_the_last_are_profiled(
     recorder, written, stream, monkeypatch
 ):
-    profiled, waited = [], []
-    traffic = Traffic()
+    profiled = []
 
     class Trace:
         def begin_step(self):
@@ -153,23 +127,18 @@ def test_alone_come_the_steps_after_the_measured_ones_and_before_the_profiled_on
     monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.StepTrace", Trace)
 
     def in_step(step):
-        before, traffic.seconds = stream.waits, 0.0
-        move(stream, traffic)
-        if stream.waits > before:
-            waited.append(step)
         stats = SimpleNamespace(
-            enqueue_seconds=traffic.seconds + step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
+            enqueue_seconds=step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
             **dict.fromkeys(GRADIENT_FIGURES, 0),
         )  # fmt: skip
         monkeypatch.setattr(bridge_fgo, "stats", lambda: stats)
 
     train(recorder, stream, 9, in_step)
-    assert waited == [6, 7] and profiled == [8, 9]
+    assert profiled == [8, 9]
     steps, result = written()
     assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
-    assert result["enqueue_alone_seconds"] == pytest.approx([0.31, 0.32])
-    assert result["enqueue_seconds"] == pytest.approx([0.29, 0.3])
+    assert result["enqueue_seconds"] == [0.04, 0.05]
     assert len(result["step_seconds"]) == 5
     assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
 
@@ -294,12 +263,6 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
     assert result["step_seconds"] == [1.25] * 5
 
 
-def test_without_profiled_steps_moves_are_as_they_were_when_training_ends(recorder, stream):
-    before, seen = list(Traffic.before_block), []
-    train(recorder, stream, in_step=lambda step: seen.append(list(Traffic.before_block)))
-    assert seen[-1] != before == Traffic.before_block
-
-
 class At:
     """An event at a time in seconds."""
 
@@ -313,7 +276,7 @@ class At:
 @pytest.mark.parametrize(
     ("last", "counted", "turns"),
     [(9, (7, 8, 9), ()), (13, (9, 10, 12, 13), (1, 8, 11))],
-    ids=["of 7 to 9, and not of those with moves alone and profiled ones", "of no first step of a turn"],
+    ids=["of 7 to 9, and not of those that are not measured", "of no first step of a turn"],
 )
 def test_phases_are_those_of_the_steps_that_count_and_not_of_the_wait_for_a_turn(last, counted, turns):
     clock = PhaseClock(last)

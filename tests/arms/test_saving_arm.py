@@ -13,7 +13,7 @@ from bridge_fgo.tools.arms.clocks import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "deadline")
 
-STEPS, ALONE, INTERVAL = 5, 2, 2
+STEPS, EXTRA, INTERVAL = 5, 2, 2
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def record(tmp_path, monkeypatch):
 
     def record(*more):
         saves = ["--save", str(tmp_path / "kept"), "--save-interval", str(INTERVAL), "--async-save", *more]
-        options = ["--steps", str(STEPS), "--alone-steps", str(ALONE), *saves, "--events", str(tmp_path / "events")]
+        options = ["--steps", str(STEPS), "--extra-steps", str(EXTRA), *saves, "--events", str(tmp_path / "events")]
         options = gpu.parse(options)
         under_way = []
         with training(True) as run:
@@ -47,7 +47,7 @@ def record(tmp_path, monkeypatch):
             recorder = ArmRecorder(options, PhaseClock(options.steps))
             train(
                 run,
-                STEPS + ALONE,
+                STEPS + EXTRA,
                 lambda number: under_way.append(queue.get_num_unfinalized_calls()),
                 callback=recorder,
             )
@@ -58,7 +58,7 @@ def record(tmp_path, monkeypatch):
 
 def test_each_step_begins_when_the_checkpoint_of_the_last_is_complete(record, tmp_path):
     result, under_way = record("--finish-saves")
-    assert under_way == [0] * (STEPS + ALONE)
+    assert under_way == [0] * (STEPS + EXTRA)
     assert result["save_steps"] == [2, 4]
     assert len(result["between_seconds"]) == len(result["step_seconds"]) == STEPS
     # After the steps that are measured there is none, neither at the interval nor at the end.

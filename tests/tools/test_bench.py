@@ -36,7 +36,6 @@ def arm(name, seconds, peak, released=0, digest="a"):
         **dict.fromkeys(("released_bytes", "copied_bytes", "pinned_bytes"), released),
         "pin_seconds": 1.5 if released else 0.0,
         "enqueue_seconds": [0.01] * len(seconds) if released else [0.0] * len(seconds),
-        "enqueue_alone_seconds": [0.02, 0.007, 0.007] if released else [0.0] * 3,
         "base_bytes": 20 * GB,
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
@@ -84,8 +83,7 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
     assert row.e == pytest.approx(0.2 * 50 / 10)
     assert (row.saved_allocated, row.saved_reserved) == (1.0, 1.0)
     assert row.first_two_steps_added_seconds == pytest.approx(0.9)
-    assert row.enqueue_share == pytest.approx(0.007 / 0.7)
-    assert row.enqueue_by_the_clock_share == pytest.approx(0.01 / 0.7)
+    assert row.enqueue_share == pytest.approx(0.01 / 0.7)
     assert row.bitwise_equal is True
 
 

@@ -1,10 +1,9 @@
-"""Times phases of a step on the GPU, the host's speed, and the host's work for copies alone, in a GPU arm."""
+"""Times phases of a step on the GPU, and the host's speed, in a GPU arm."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -18,11 +17,6 @@ ADDITIONS = 20_000
 """Additions of one loop: 0.5 to 1 ms. Long beside the clock's resolution, short beside a step of half a second and
 beside the tens of milliseconds for which a scheduler lets a process run."""
 
-APART = 0.002
-"""Seconds, at least, between two waits. The driver's queue takes about 1000 launches, and the host enqueues no more
-than 500 in that time. A wait makes the moves after it slower by itself: 12 to 29% with one before each, in a loop of
-the engine alone on an H200's host, where nothing fills the queue."""
-
 
 def host_loop_seconds() -> float:
     """Return the seconds of a loop of Python that allocates nothing: the speed of a host that others use, too."""
@@ -31,32 +25,6 @@ def host_loop_seconds() -> float:
     for number in range(ADDITIONS):
         total += number
     return time.perf_counter() - started
-
-
-class MovesAlone:
-    """Has the host wait for the training stream before a move of a slab, `APART` after it last has, until `end`.
-
-    So steps tell what the host's work for copies takes by itself. Where the host runs ahead until the driver's queue of
-    launches is full, whoever enqueues next waits for the GPU, and the clock counts that as theirs; here it never fills.
-    The wait is not among what `Traffic` counts, and changes no bit.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        from bridge_fgo.memory.meters import Traffic
-
-        self._stream = stream
-        self._waited = -math.inf
-        self._before_block = Traffic.before_block
-        self._before_block.append(self._wait)
-
-    def _wait(self) -> None:
-        if time.perf_counter() - self._waited > APART:
-            self._stream.synchronize()
-            self._waited = time.perf_counter()
-
-    def end(self) -> None:
-        """Make moves as they were."""
-        self._before_block.remove(self._wait)
 
 
 class PhaseClock:

@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     graphs.add_argument("--te-graphs", action="store_true", help="capture the MLP of each layer into CUDA graphs")
     graphs.add_argument("--full-graphs", action="store_true", help="capture forward and backward of a step into one")
     parser.add_argument(
-        "--alone-steps", type=int, default=0, help="so many steps more, for the host's work for copies by itself"
+        "--extra-steps", type=int, default=0, help="so many steps more, which are not among the figures"
     )
     parser.add_argument(
         "--digest-by-parameter",

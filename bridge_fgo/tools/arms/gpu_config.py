@@ -131,7 +131,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         model,
         optimizer,
         ddp,
-        iterations=options.steps + options.alone_steps + (0 if options.trace is None else 2),
+        iterations=options.steps + options.extra_steps + (0 if options.trace is None else 2),
         batch=(options.mbs, options.gbs),
         vocab=options.vocab,
         seed=1234,

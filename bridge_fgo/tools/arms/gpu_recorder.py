@@ -17,7 +17,7 @@ import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
 from bridge_fgo.memory.meters import COMMON_POOL
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, MovesAlone, PhaseClock, host_loop_seconds
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, PhaseClock, host_loop_seconds
 from bridge_fgo.tools.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -30,7 +30,7 @@ from bridge_fgo.tools.arms.step_trace import StepTrace
 from bridge_fgo.tools.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
-SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "enqueue_alone_seconds", "save_steps")
+SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "save_steps")
 PHASES = ("forward_backward", "step")  # what the package tells the peaks of apart
 
 
@@ -54,7 +54,6 @@ class ArmRecorder(Callback):
         """Of the result, in bytes; `graph_pool_bytes` is what CUDA graphs have for themselves in the last step."""
         self.series: dict[str, list[Any]] = {name: [] for name in SERIES}  # of the result, a value a step
         self.host_loops: list[float] = []
-        self.alone: MovesAlone | None = None
         self.trace: StepTrace | None = None
         self.turns: TurnTaker | None = None
 
@@ -107,10 +106,7 @@ class ArmRecorder(Callback):
             self.host_loops.append(host_loop_seconds())
         if self.step == measured + 1 and self._options.save is not None:
             context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
-        if self.step == measured + 1 and self._options.alone_steps:
-            self.alone = MovesAlone(torch.cuda.current_stream())
-        if self.step == measured + self._options.alone_steps + 1:
-            self.end_alone()
+        if self.step == measured + self._options.extra_steps + 1:
             self.trace = StepTrace()
         if self.trace is not None:
             self.trace.begin_step()
@@ -130,8 +126,7 @@ class ArmRecorder(Callback):
         if self.trace is not None:
             self.trace.end_step()
             return
-        if self.alone is not None:
-            self.series["enqueue_alone_seconds"].append(figure(bridge_fgo.stats(), "enqueue_seconds"))
+        if self.step > self._options.steps:
             return
         stats = bridge_fgo.stats()
         self.sample_peaks(stats)
@@ -166,12 +161,6 @@ class ArmRecorder(Callback):
         torch.cuda.empty_cache()
         self.turns.take()
         self._clock.begin_turn(step)
-
-    def end_alone(self) -> None:
-        """Make moves as in training again."""
-        if self.alone is not None:
-            self.alone.end()
-            self.alone = None
 
     def end_step(self, now: float) -> None:
         """Write the event of the step that ended at `now`, if it is among those that are measured."""
@@ -208,7 +197,6 @@ class ArmRecorder(Callback):
         self.end_step(time.perf_counter())
         self.await_turn(self.step + 1)  # digests keep the host busy and the link, too
         gc.unfreeze()
-        self.end_alone()
         if self.trace is not None:
             self.trace.end(self._options.trace if self.writer is not None else None)
         digests, state_bytes = self.final_digests(context)

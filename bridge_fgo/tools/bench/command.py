@@ -145,11 +145,10 @@ def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = Non
         options += ["--gpu-memory-budget-gib", repr(budget)]
     if settings.full_graphs:
         options.append("--full-graphs")
-    # In every arm, as the profiled steps: they train too. The step that saves last lasts until another one begins.
-    alone_steps = max(settings.alone_steps, int(settings.saves and not settings.traces))
-    options += ["--alone-steps", str(alone_steps)]
     if settings.traces:
         options += ["--trace", str(trace_path(settings, arm))]
+    elif settings.saves:  # the step that saves last lasts until another one begins
+        options += ["--extra-steps", "1"]
     return options
 
 

@@ -90,11 +90,9 @@ class Row:
         "steps 1-2 added, s", "by how much the first two steps together are longer"
     )
     enqueue_share: float | None = _column(
-        "enqueue", "host time to enqueue copies, measured by itself, as a share of the step", "{:.1%}"
-    )
-    enqueue_by_the_clock_share: float | None = _column(
-        "by the clock",
-        "the same with the host's waits while the driver's queue is full; without copies it would wait elsewhere",
+        "enqueue",
+        "host time to enqueue copies as a share of the step, with the host's waits while the driver's queue is full; "
+        "without copies it would wait elsewhere",
         "{:.1%}",
     )
     bitwise_equal: bool | None = _column(
@@ -179,8 +177,7 @@ def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: boo
         pinned_bytes=mine["pinned_bytes"],
         pin_seconds=mine["pin_seconds"] or None,
         first_two_steps_added_seconds=first_two[0] - first_two[1],
-        enqueue_share=share(mine["enqueue_alone_seconds"], median),
-        enqueue_by_the_clock_share=share(mine["enqueue_seconds"], median),
+        enqueue_share=share(mine["enqueue_seconds"], median),
         bitwise_equal=compare(resident, run).bitwise_equal if bitwise and not is_resident else None,
         save_stall_seconds=save_stall_seconds(run, median),
         rounds=({name: mine[name] for name in RAW if name in mine},),

@@ -72,9 +72,6 @@ class Settings:
     keep: Annotated[Path, option("Where all files go.", metavar="DIR")] = Path("bench")
     json_output: Annotated[bool, option("Print one JSON object only.", "--json")] = False
     traces: Annotated[bool, option("Profile two steps more an arm, and draw them (needs matplotlib).")] = True
-    alone_steps: Annotated[
-        int, option("Steps more an arm, for the host's time to enqueue copies by itself.", min=0)
-    ] = 3
     saves: Annotated[
         bool,
         option(
@@ -121,7 +118,7 @@ class Settings:
 
     @property
     def train_steps(self) -> int:
-        """Steps of each arm that are not for its trace or for its copies alone."""
+        """Steps of each arm that are not for its trace."""
         return WARM_UP_STEPS + self.rounds * self.turn_steps if self.in_turn else self.steps or 16
 
     def chosen(self) -> list[BenchArm]:
