@@ -19,8 +19,7 @@ class Stats:
     """What the offload did in the newest training step of this rank. Sizes are in bytes, times in seconds."""
 
     engine: str
-    """Engine that copies the states: "native", or "mcore generation 1", "mcore generation 1 in chunks" or
-    "mcore generation 2"."""
+    """Engine that copies the states: "native", "mcore generation 1" or "mcore generation 2"."""
     mcore: str
     """Version of megatron-core."""
     steps: int = 0

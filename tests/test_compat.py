@@ -23,6 +23,11 @@ ROWS = [
         for engine in ("auto", "native")
     ],
     *[(generation, {"engine": "mcore"}, {}, generation) for generation in (FIRST, SECOND)],
+    *[
+        (generation, {"engine": engine}, {compat.CHUNK_NUMEL: 8}, ValueError(f"{compat.CHUNK_NUMEL}=8"))
+        for generation in (None, FIRST)
+        for engine in ("auto", "native", "mcore")
+    ],
     (None, {"engine": "mcore"}, {}, ValueError("has no optimizer-state offloader")),
     (FIRST, {"engine": "mcore", "fraction": 0.5}, {}, ValueError("fraction=0.5")),
     # Generation 2's own settings are not dropped by native, and are refused where it is not: a config written for the

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from bridge_fgo.config import OffloadConfig
 
-Choice = Literal["native", "mcore generation 1", "mcore generation 1 in chunks", "mcore generation 2"]
+Choice = Literal["native", "mcore generation 1", "mcore generation 2"]
 
 FLAG = "offload_optimizer_states"
 TRANSFORMER = "transformer"
@@ -22,7 +22,6 @@ CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
 OF_MCORE: dict[str, tuple[float, Choice]] = {
     "optimizer_state_offload_fraction": (1.0, "mcore generation 2"),
     "optimizer_state_offload_chunk_size_mb": (0, "mcore generation 2"),
-    CHUNK_NUMEL: (0, "mcore generation 1 in chunks"),
 }
 """Settings of mcore's own offloaders, each with its default and with the engine that honours it."""
 
@@ -179,31 +178,13 @@ def native_only_refusal(config: OffloadConfig) -> str:
     )
 
 
-def _in_chunks(optimizer_config: Any) -> Choice | None:
-    """Return the engine that steps in mcore's chunks (Megatron-LM #6544), where they are asked for and there are any.
-
-    ValueError where the number is below 0, or the setting is given with one that mcore refuses beside it.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    from bridge_fgo.engines.mcore import Generation1InChunks
-
-    numel = getattr(optimizer_config, CHUNK_NUMEL, 0)
-    if numel == 0 or not Generation1InChunks.is_available(DistributedOptimizer):
-        return None
-    if numel < 0:
-        raise ValueError(f"optimizer.{CHUNK_NUMEL}={numel!r}: give the elements of a chunk, or 0 for none")
-    if getattr(optimizer_config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        raise ValueError(
-            f"optimizer.{CHUNK_NUMEL}={numel} with optimizer.reuse_grad_buf_for_mxfp8_param_ag=True: mcore's step in "
-            f"chunks does not copy masters to that buffer; set optimizer.{CHUNK_NUMEL}=0, or use "
-            "OffloadConfig(engine='native') without it"
-        )
-    return "mcore generation 1 in chunks"
-
-
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run; ValueError where the one asked for is missing, or ignores a setting."""
+    if numel := getattr(optimizer_config, CHUNK_NUMEL, 0):
+        raise ValueError(
+            f"optimizer.{CHUNK_NUMEL}={numel!r}: the step in chunks of Megatron-LM #6544 is not driven; set it to 0, "
+            "and use OffloadConfig(engine='native'), which steps part by part"
+        )
     engine, native_only = upstream_generation(), config.native_only_settings()
     # mcore's own offloader is driven for Adam under a DistributedOptimizer alone.
     is_adam = getattr(optimizer_config, "optimizer", "adam") == "adam"
@@ -223,8 +204,6 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
     may_be_mcore = config.engine == "mcore" or (config.engine == "auto" and is_adam and not native_only)
-    if engine == "mcore generation 1" and may_be_mcore:
-        engine = _in_chunks(optimizer_config) or engine
     has_adam = engine == "mcore generation 2" or (may_be_mcore and upstream_adam_is_fused())
     if config.engine == "mcore":
         if not has_adam:

@@ -82,11 +82,11 @@ def _of_bridge() -> list[FunctionPatch]:
             "Bridge reads the allocator's peaks here, and the phases' figures reset them"),
         # Between steps.
         FunctionPatch(TRAIN, "clip_qk", state_wrappers.clip_qk, (),
-            "writes the masters after the optimizer step. Saves mcore's generation 2 and generation 1 in chunks, whose "
-            "tensors have no guard, from stale masters"),
+            "writes the masters after the optimizer step. Saves mcore's generation 2, whose tensors have no "
+            "guard, from stale masters"),
         FunctionPatch(TRAIN, "calc_params_l2_norm", state_wrappers.reads_all_masters, ("model",),
-            "reads `param.main_param`. Saves mcore's generation 2 and generation 1 in chunks, whose tensors have no "
-            "guard, from a norm of stale masters"),
+            "reads `param.main_param`. Saves mcore's generation 2, whose tensors have no guard, from a norm "
+            "of stale masters"),
         FunctionPatch(f"{TRAINING}.eval", "evaluate", state_wrappers.make_room, ("model",),
             "both loops evaluate through it. Saves the GPU memory of states that had not been offloaded yet"),
         # Checkpoints of Megatron-FSDP.

@@ -3,10 +3,8 @@
 Upstream's code copies, pins, and keeps to no budget. Each member supplies the waits that its generation lacks.
 
 - Generation 1, `OptimizerStateOffloader`: in Megatron-LM's `dev` branch from January to 2026-08-18, and in #6544. Its
-  root flaw is that a reload in flight is forgotten: only the inner optimizer step waits for it.
-- Generation 1 in chunks (`optimizer.offload_optimizer_states_chunk_numel`, #6544): `reload_offloaded_states()` moves
-  nothing. `step_with_ready_grads` copies one chunk after another to the GPU, updates it and copies it back. Masters are
-  made in host memory, and state dictionaries of the host's copies.
+  root flaw is that a reload in flight is forgotten: only the inner optimizer step waits for it. The step in chunks that
+  #6544 adds is not driven.
 - Generation 2, `ChunkedOptimizerStateOffloader`: in `dev` from 2026-08-18 (#6244). States stay in host memory between
   updates, and `optimizer.step()` streams them through the GPU. Its step, its state dictionaries and its checkpoints
   restore what they read.
@@ -15,8 +13,7 @@ Upstream's code copies, pins, and keeps to no budget. Each member supplies the w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any, override
 
 import torch
@@ -38,7 +35,6 @@ class Member(ABC):
 
     name: str  # what the engine is called
     verbs: tuple[str, ...]  # methods by which a DistributedOptimizer class with upstream's offloader is known
-    serves_saves = False  # whether mcore makes its state dictionaries of the host's copies, wherever the states are
     interrupted = ""  # what interrupted a move; what upstream does itself is not watched
     _is_out = False  # whether states were offloaded, and not reloaded since
 
@@ -118,8 +114,15 @@ class Member(ABC):
         self.require_readable()
 
 
-class _OfGeneration1(Member):
-    """Upstream's verbs of generation 1, which move all states of an optimizer."""
+class Generation1(SlabStateMachine, Member):
+    """Drives it as one slab for all states of an optimizer built with `config.offload_optimizer_states=True`."""
+
+    name = "mcore generation 1"
+    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
+
+    def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
+        SlabStateMachine.__init__(self, traffic.touches)
+        Member.__init__(self, source, traffic)
 
     @override
     def host_buffers(self) -> list[Any]:
@@ -145,17 +148,6 @@ class _OfGeneration1(Member):
         self.optimizer.reload_offloaded_states()  # which orders the copy in after the copy out
         self._count_back(nbytes)
 
-
-class Generation1(_OfGeneration1, SlabStateMachine, Member):
-    """Drives it as one slab for all states of an optimizer built with `config.offload_optimizer_states=True`."""
-
-    name = "mcore generation 1"
-    verbs = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
-
-    def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
-        SlabStateMachine.__init__(self, traffic.touches)
-        Member.__init__(self, source, traffic)
-
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
         for bundle in self.states:
@@ -171,30 +163,6 @@ class Generation1(_OfGeneration1, SlabStateMachine, Member):
         # Race: a second pass of the rerun loop, a skipped step, an early exit's checkpoint and the next step's copy
         # out would read states that have not landed. Upstream waits before the inner step alone.
         self._offloader.sync_before_step()
-
-
-class Generation1InChunks(_OfGeneration1):
-    """Drives it, in an optimizer that was built with `config.offload_optimizer_states_chunk_numel` above 0.
-
-    A pass offloads what a reader brought to the GPU, or a first step or a load made there. A reload copies nothing, but
-    counts what the step is going to copy in and out.
-    """
-
-    name = "mcore generation 1 in chunks"
-    verbs = (*Generation1.verbs, "_use_chunked_optimizer_state_reload")
-    serves_saves = True
-
-    @override
-    def require_readable(self) -> None:
-        """Copy every state to the GPU: masters and moments between two steps have no memory there."""
-        # Which orders the copy in after a copy out that is under way, and after which `release` finds nothing.
-        self._offloader.reload()
-        # Race: a reader on any stream, and the host, would see states that have not landed.
-        self._offloader.sync_pending_h2d()
-
-    @override
-    def settle(self) -> None:
-        """Do nothing: the states stay where upstream's step left them, in host memory."""
 
 
 class Generation2(Member):
@@ -252,11 +220,11 @@ class Generation2(Member):
         torch.cuda.current_stream().wait_stream(self._offloader._h2d_stream)
 
 
-MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Generation1InChunks, Generation2)}
+MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Generation2)}
 
 
 class McoreEngine(Engine):
-    """The members of a rank, with every state on the GPU for the optimizer step but those in chunks.
+    """The members of a rank, with every state on the GPU for the optimizer step.
 
     ValueError where mcore built no offloader, because the flag was set after the optimizer was made; or where an
     optimizer is of a kind for which mcore's offloader is not driven.
@@ -279,7 +247,6 @@ class McoreEngine(Engine):
                     "no offloader: set it before, or use OffloadConfig(engine='native')"
                 )
             self._members[source] = MEMBERS[name](source, self.traffic)
-        self._saved: set[Source] = set()  # those of which a state dictionary is being made of the host's copies
         self.state_bytes = sum(each.state_bytes for each in self._of())
         self.planned_bytes = sum(each.planned_bytes for each in self._of())
 
@@ -326,27 +293,6 @@ class McoreEngine(Engine):
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
         for member in self._of(source):
             member.require_writable()
-
-    @contextmanager
-    @override
-    def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        if not self._members[source].serves_saves:
-            self.require_readable(source)
-            yield
-            return
-        self._saved.add(source)
-        try:
-            yield
-        finally:
-            self._saved.discard(source)
-
-    @override
-    def is_checkpointing(self, source: Source) -> bool:
-        return source in self._saved
-
-    @override
-    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        return read() if self.is_checkpointing(source) else super().hand_out(source, param, read)
 
     @property
     @override

@@ -182,10 +182,9 @@ def test_what_is_served_is_not_refused(cfg, monkeypatch, changes):
     assert not list(all_refusals(cfg, run.settings))
 
 
-@pytest.mark.parametrize("engine", ["mcore generation 1", "mcore generation 1 in chunks"])
-def test_what_no_engine_of_mcores_serves_is_refused_with_generation_1_too(cfg, engine):
+def test_what_no_engine_of_mcores_serves_is_refused_with_generation_1_too(cfg):
     cfg.model.cuda_graph_impl, cfg.checkpoint.save, cfg.checkpoint.async_save = "full_iteration", "somewhere", True
-    found = [row.setting for row in refusals.OF_ENGINES if row.applies(Asked(cfg, NATIVE, engine))]
+    found = [row.setting for row in refusals.OF_ENGINES if row.applies(Asked(cfg, NATIVE, "mcore generation 1"))]
     assert found == ["model.cuda_graph_impl", "checkpoint.async_save"]
 
 

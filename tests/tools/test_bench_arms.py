@@ -175,20 +175,11 @@ def test_every_arm_trains_with_the_same_optimizer(optimizer):
     assert found["resident"].offload == "off" and found["native"].offload == "on"
 
 
-def test_mcores_own_muon_is_layer_wise_and_a_checkout_that_steps_in_chunks_does_so_in_its_arm(tmp_path):
+def test_mcores_own_muon_is_layer_wise():
     mcore = options_of(["resident", "mcore"], optimizer="dist_muon")["mcore"]
     assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
     assert mcore.no_install and mcore.offload == "on"
     assert not presets.arms(["resident", "mcore"], [], "short", "muon")[1].bitwise
-
-    paths = [checkout(tmp_path / name) for name in ("generation_1", "in_chunks", "generation_2")]
-    config = tmp_path / "in_chunks/megatron/core/optimizer/optimizer_config.py"
-    config.parent.mkdir()
-    config.write_text("    offload_optimizer_states_chunk_numel: int = 0\n")
-    found = options_of(["resident", "mcore"], paths)
-    chunks = {name: one.chunk_numel for name, one in found.items()}
-    assert chunks == {"resident": 0, "mcore": 0, "mcore1": presets.CHUNK_NUMEL, "mcore2": 0}
-    assert all(one.engine == "mcore" for name, one in found.items() if name != "resident")
 
 
 @pytest.mark.parametrize("strategy", presets.STRATEGIES)
@@ -205,7 +196,7 @@ def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standi
     from bridge_fgo.tools.arms.gpu_config import LAYER_WISE_CHUNK_MIB, ask_for_offload
 
     names = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer",
-             "offload_optimizer_states_chunk_numel", "optimizer_state_offload_chunk_size_mb")  # fmt: skip
+             "optimizer_state_offload_chunk_size_mb")  # fmt: skip
 
     def asked(*options):
         optimizer = bridge.OptimizerConfig()
@@ -213,13 +204,11 @@ def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standi
         return {name: getattr(optimizer, name) for name in names if getattr(optimizer, name, False)}
 
     assert asked() == {"offload_optimizer_states": True}
-    chunked = {"offload_optimizer_states": True, "offload_optimizer_states_chunk_numel": 8}
-    assert asked("--chunk-numel", "8") == chunked
     layer_wise = ("--optimizer", "muon", "--layer-wise", "--no-install")
     with pytest.raises(ValueError, match="apply patches/"):
         asked(*layer_wise)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert asked(*layer_wise) == dict.fromkeys(names[1:3], True) | {names[4]: LAYER_WISE_CHUNK_MIB}
+    assert asked(*layer_wise) == dict.fromkeys(names[1:3], True) | {names[3]: LAYER_WISE_CHUNK_MIB}
 
 
 # --- configs ---

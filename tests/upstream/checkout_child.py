@@ -1,10 +1,9 @@
 """Trains six steps, one rerun and one skipped, on a checkout's mcore; prints losses and digests as JSON.
 
-    python checkout_child.py resident|native|mcore [CHUNK_NUMEL]
+    python checkout_child.py resident|native|mcore [fused]
 
-CHUNK_NUMEL: `optimizer.offload_optimizer_states_chunk_numel` of Megatron-LM #6544, 0 leaves it unset; with it mcore
-trains with an Adam that it takes for Transformer Engine's. What upstream's offloader asks of a tensor's device before
-it moves or checks its memory is answered as on a GPU; the rest is upstream's code.
+fused: with an Adam that mcore takes for Transformer Engine's. What upstream's offloader asks of a tensor's device
+before it moves or checks its memory is answered as on a GPU; the rest is upstream's code.
 """
 
 import importlib
@@ -48,14 +47,13 @@ def as_on_a_gpu(patch):
     patch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **how: empty(*sizes, **how))
 
 
-def main(engine, chunk_numel=None):
+def main(engine, fused=""):
     offload, trouble = engine != "resident", {"rerun_steps": frozenset({3}), "grad_norm_skip_steps": frozenset({4})}
-    configured = {"optimizer.offload_optimizer_states_chunk_numel": int(chunk_numel or 0)}
     config = bridge_fgo.OffloadConfig(engine=engine if offload else "auto")
     with pytest.MonkeyPatch.context() as patch:
-        if chunk_numel is not None:
+        if fused:
             as_on_a_gpu(patch)
-        with training(offload, config, configured=configured if int(chunk_numel or 0) else {}, **trouble) as run:
+        with training(offload, config, **trouble) as run:
             numbers, held, stats = steps(run, 6), max(run.live_bytes), bridge_fgo.stats()
             same = {"numbers": numbers, "bits": bits(run)}
             print(json.dumps({"same": same, "held": held, "engine": stats and stats.engine}), flush=True)

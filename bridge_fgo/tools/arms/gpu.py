@@ -88,9 +88,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
-    offload.add_argument(
-        "--chunk-numel", type=int, default=0, help="elements of a chunk of the step of Megatron-LM #6544; default: none"
-    )
     add_offload_options(offload)
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")

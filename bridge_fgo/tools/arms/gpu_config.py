@@ -18,8 +18,6 @@ LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a t
 
 def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:
     """Set what asks for the offload in an OptimizerConfig; ValueError where this Bridge drives no offload of Muon."""
-    if options.chunk_numel:
-        optimizer.offload_optimizer_states_chunk_numel = options.chunk_numel
     if not options.layer_wise:
         optimizer.offload_optimizer_states = True  # a plain attribute where this mcore has no such field
         return

@@ -29,7 +29,6 @@ RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
-CHUNK_NUMEL = 2**25  # of a chunk of #6544's step, whose states are 0.4 GB: as much as a part of this package's
 NAMES = (
     *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients"),
     *("mcore", "fsdp_resident", "fsdp", "hybrid"),
@@ -196,14 +195,4 @@ def _mcore_arms(options: tuple[str, ...], megatron_lm: list[str], optimizer: str
             )
     # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests would be of other lists.
     is_adam = optimizer == "adam"
-    return [
-        BenchArm(f"mcore{i or ''}", options + (_chunks(path) if is_adam else ()), path, bitwise=is_adam)
-        for i, path in enumerate(megatron_lm or [""])
-    ]
-
-
-def _chunks(megatron_lm: str) -> tuple[str, ...]:
-    """Return the options that have a checkout with Megatron-LM #6544 step in chunks."""
-    config = Path(megatron_lm, "megatron", "core", "optimizer", "optimizer_config.py")
-    steps_in_chunks = config.is_file() and "offload_optimizer_states_chunk_numel" in config.read_text(encoding="utf-8")
-    return ("--chunk-numel", str(CHUNK_NUMEL)) if steps_in_chunks else ()
+    return [BenchArm(f"mcore{i or ''}", options, path, bitwise=is_adam) for i, path in enumerate(megatron_lm or [""])]
