@@ -149,6 +149,14 @@ def train_as_rank(rank: int, job: Job, saves: Path, killed: tuple[int, str, int]
 # Ranks of which one fails beside the others: at each place of each verb, in each context's block, with the flag.
 
 PARALLEL = {"DP": {}, "TP": {"tp": 2}, "PP": {"pp": 2}}
+
+
+def _keep_another(res) -> None:
+    """Keep weights under a name that the model's own are not like."""
+    with res.weights("first"):
+        res.keep("again")
+
+
 VERBS = {
     "offload": ((), lambda res: res.offload()),
     "offload, gradients kept": ((), lambda res: res.offload("grads", "optimizer", grads="keep")),
@@ -159,9 +167,17 @@ VERBS = {
     "only, awake": ((), lambda res: _enter(res.only("optimizer"))),
     "asleep": (("grads",), lambda res: _enter(res.asleep())),
     "checkpointing": (KINDS, lambda res: _enter(res.checkpointing())),
+    "keep": ((), lambda res: res.keep("new")),
+    "keep, again": (_keep_another, lambda res: res.keep("again")),
+    "weights, awake": ((), lambda res: _enter(res.weights("first"))),
+    "weights, asleep": (KINDS, lambda res: _enter(res.weights("first"))),
+    "drop": (_keep_another, lambda res: res.drop("again")),
     "close": (KINDS, lambda res: res.close()),
 }
-"""What is away before, and the verb."""
+"""What is away before, or what prepares it, and the verb."""
+
+LOCAL = ("drop",)
+"""Verbs in which no other rank takes part."""
 
 PACKED_TOO = ("offload", "reload", "reload of states and gradients")
 """Verbs that do something else where masters are packed."""
@@ -172,6 +188,7 @@ FALLIBLE = ("sleep", "bridge/residency.py", "memory/storage_slab.py", "memory/tr
 VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "_make", "offload", "_offload", "reload", "_reload", "close")),
     *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
+    *(f"Residency.{name}" for name in ("keep", "weights", "_find_swapped", "_swap_in", "_swap_out")),
     "OptimizerStates.__init__",
     "Weights.reload",
     "buffer_group.<locals>.gather",
@@ -299,25 +316,54 @@ def fail_at_each_place(rank: int, job: Job) -> list:
             if not packs:
                 one.at_each_place("making one", make, recover=let_go)
             make()
+            made[0].keep("first")
+            first = _weights(run)
+            for _, moment in run.state_tensors()["moments"]:
+                moment.abs_()  # as `OneFails` may have left a square root of what is negative to the next step
+            run.step()
             for name, (away, verb) in VERBS.items():
                 if packs and name not in PACKED_TOO:
                     continue
 
                 def prepare(away=away, made=made) -> None:
-                    if away:
+                    if callable(away):
+                        away(made[0])
+                    elif away:
                         made[0].offload(*away)
 
-                def recover(name=name, make=make, made=made) -> None:
+                def recover(name=name, make=make, made=made, first=first) -> None:
                     if name == "close":
                         made[0].close()
                         make()
                     made[0].reload()
                     assert not made[0].away
+                    for kept in ("new", "again") if name in (*LOCAL, "keep", "keep, again") else ():
+                        _require_whole_or_refused(run, made[0], kept, first)
 
                 one.at_each_place(name, lambda verb=verb, made=made: verb(made[0]), prepare, recover)
+                if name == "weights, asleep":
+                    with made[0].weights("first"):
+                        assert _weights(run) == first
             made[0].close()
         assert nccl is None or (len(fakes.log) > 1000 and not fakes.used)
         return one.seen
+
+
+def _weights(run: Rank) -> list[bytes]:
+    return [param.detach().clone().view(torch.uint8).numpy().tobytes() for param in run.model[0].parameters()]
+
+
+def _require_whole_or_refused(run: Rank, res: bridge_fgo.Residency, name: str, first: list[bytes]) -> None:
+    """Have every rank find the first weights or the model's own under a name, or none there; drop them."""
+    own, found = _weights(run), None
+    try:
+        with res.weights(name):
+            found = [_weights(run) == each for each in (first, own)]
+    except ValueError as error:
+        assert "call keep(" in str(error)
+    assert found is None or any(found)
+    assert len(set(map(str, gather(found)))) == 1
+    res.drop(name)
 
 
 CONTEXTS = {
@@ -325,6 +371,7 @@ CONTEXTS = {
     "asleep": (("grads",), lambda res: res.asleep()),
     "checkpointing": (KINDS, lambda res: res.checkpointing()),
     "training_step": ((), lambda res: res.training_step()),
+    "weights": ((), lambda res: res.weights("first")),
 }
 """What is away before a context, and the context."""
 
@@ -341,6 +388,8 @@ def fail_in_a_block(rank: int, job: Job, context: str, alone: bool) -> dict:
     seen: dict = {}
     with bridge_fgo.install(PACKED), Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
         res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        if res is not None and context == "weights":
+            res.keep("first")
         for _ in range(job.steps):
             step(run, seen)
             if res is None:

@@ -626,7 +626,8 @@ class Residency:
         Raises:
             ValueError: a parameter is in FP8, or forwards would change the model's amax history
                 (`model.fp8_recipe="delayed"`); or `where`, as for `offload`. Or the host lacks memory.
-            RuntimeError: parameters are away; or it is closed. Or another rank failed.
+            RuntimeError: parameters are away; or it is closed. Or another rank failed. What fails in copying leaves
+                nothing under the name.
         """
 
         def look() -> tuple[tuple[list[WeightGroup], bool, int, Tally], bool]:
@@ -658,7 +659,12 @@ class Residency:
             wait_for_gpu(self._device)
             return tally.end()
 
-        return on_every_rank(copy)
+        try:
+            return on_every_rank(copy)
+        except BaseException:  # on some rank it has another's values, or none
+            wait_for_gpu(self._device)  # Race: copies that are queued write host memory that goes.
+            self.drop(name)
+            raise
 
     def drop(self, name: str) -> None:
         """Release the host memory of what was kept under a name; local, and no error where nothing was."""
@@ -722,12 +728,15 @@ class Residency:
             self._caches.drop(PARAMS, is_mid_step=False)
             self._sets.swap_in(kept, groups, tally)
 
+        def end() -> Moved:
+            wait_for_gpu(self._device)  # whatever stream reads next
+            return tally.end()
+
         _, nccl = told_by_ranks(lambda: (swap(), suspended()))
         self._resume_nccl(nccl)
         for group in groups:
             group.gather()
-        wait_for_gpu(self._device)  # whatever stream reads next
-        return tally.end()
+        return on_every_rank(end)
 
     @_verb
     def _swap_out(self) -> None:

@@ -65,10 +65,12 @@ class WeightSets:
 
     def drop(self, name: str) -> int:
         """Release a set's host memory, if there is one of that name; return its bytes."""
-        kept = self.by_name.pop(name, None)
-        for host in [] if kept is None else kept.hosts.values():
+        if (kept := self.by_name.get(name)) is None:
+            return 0
+        for host in kept.hosts.values():
             host.close()
-        return 0 if kept is None else sum(host.tensor.numel() for host in kept.hosts.values())
+        del self.by_name[name]
+        return sum(host.tensor.numel() for host in kept.hosts.values())
 
     def changed(self, kept: WeightSet) -> set[WeightGroup]:
         """Return the groups of a set in whose memory its weights are not; the host waits for the sums."""
@@ -96,23 +98,27 @@ class WeightSets:
 
     def swap_out(self) -> list[WeightGroup]:
         """Copy the model's own weights back where they were; return the groups, which are then to be gathered."""
-        here = [group for group in self._swapped if group not in self._filled]
-        for group in here:
+        for group in self._here:
             group.copy_in()
-        return here
+        return self._here
 
     def end(self) -> None:
         """Release what was away before; the others are whole."""
-        for group in self._swapped:
-            if group not in self._filled:
-                group.is_on_host = False
+        here = self._here
         self._release(self._filled)
+        for group in here:  # until then the host has them, in case that `give_up` is what follows
+            group.is_on_host = False
 
     def give_up(self) -> bool:
         """Release all that was swapped: a reload brings the model's own. Return whether any was on the GPU before."""
-        was_here = len(self._swapped) > len(self._filled)
+        was_here = bool(self._here)
         self._release(set(self._swapped))
         return was_here
+
+    @property
+    def _here(self) -> list[WeightGroup]:
+        """The swapped groups that were on the GPU before."""
+        return [group for group in self._swapped if group not in self._filled]
 
     def _release(self, groups: set[WeightGroup]) -> None:
         find_aliases(slab for group in groups for slab in group.slabs)
