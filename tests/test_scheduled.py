@@ -162,7 +162,7 @@ def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(met
     with training(True, WHOLE) as run:
         run.train(4)
     said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
-    assert len(said) == 1 and said[0].endswith(" planned; mcore has pinned 5.00 GiB on the host for activations")
+    assert len(said) == 1 and said[0].endswith(" planned; for activations 5.00 GiB are pinned on the host")
 
 
 @pytest.mark.parametrize(("budget", "offloads", "counter"), [

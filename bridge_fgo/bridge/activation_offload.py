@@ -1,5 +1,7 @@
 """Wrappers of mcore's fine-grained activation offload: they add what its copies lack (read in mcore 0.19.2).
 
+And one of Transformer Engine's offload of whole layers, whose copies lack nothing (read in 2.17): a check of memory.
+
 mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. Inside
 the capture of a layer's CUDA graph mcore waits for no event, because the graphs of forward and backward wait for whole
 streams at their ends; nor do these wrappers.
@@ -29,6 +31,8 @@ PIECE_BYTES = 32 * 2**20
 
 Copies back stay whole: no `.item()` is behind them, backward waits for them, and states would go between pieces.
 """
+CHECKED = "_bridge_fgo_checked"
+"""Attribute of a layer's state in Transformer Engine: its host memory was there."""
 PIECES = "_bridge_fgo_pieces"
 """Attribute of a pool: its `_InPieces`."""
 
@@ -50,7 +54,7 @@ def add_waits(pinned_for_states: int = 0) -> None:
 
 
 def pinned_bytes() -> int:
-    """Return the bytes that PyTorch's own allocator has pinned: mcore's host copies of activations, and a few batches.
+    """Return the bytes that PyTorch's own allocator has pinned: host copies of activations, and a few batches.
 
     Its blocks have sizes of powers of two. 0 without a GPU, and with an older PyTorch that does not count them.
     """
@@ -139,38 +143,60 @@ class _InPieces(TorchFunctionMode):
 
 @_where_wanted
 def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy a saved tensor to the host in pieces, if its node has the memory."""
+    """Copy a saved tensor to the host in pieces, if in mcore's first iteration its node has the memory.
+
+    That makes all copies: every microbatch in flight copies all its groups out. Of experts each copy is counted as one
+    more, because mcore keeps none of theirs.
+
+    Raises:
+        ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
+    """
     if (pool := getattr(instance, "cpu_tensor_pool", None)) is None:  # a static method before mcore had its pool
         return wrapped(*args, **kwargs)
     if instance.is_warmup:
-        _refuse_shortage(wrapped, instance, args, kwargs)
+        call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
+        tensor = call["src_tensor"]
+        of_size = pool._pools.get((tensor.shape, tensor.dtype), {})
+        if not (call.get("use_cpu_pool", True) and of_size.get("free")):
+            to_do = "take modules out of model.offload_modules"
+            _refuse_shortage(power_of_two_at_least(tensor.nbytes), f"model.{ON}=True: mcore", to_do)
     if not hasattr(pool, PIECES):
         setattr(pool, PIECES, _InPieces())
     with getattr(pool, PIECES):
         return wrapped(*args, **kwargs)
 
 
-def _refuse_shortage(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Refuse the host copy of a saved tensor for which this node has no memory, in mcore's first iteration.
+@_where_wanted
+def offloads_layer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse Transformer Engine's host copies of a layer for which this node has no memory, as it first makes them.
 
-    That makes all of them: every microbatch in flight copies all its groups out. What the offload of states needs is
-    pinned by then. A rank may have what is free now, divided by the ranks of its node. Of experts each copy is counted
-    as one more, because mcore keeps none of theirs.
+    Later ones get the blocks of the first again, from PyTorch's allocator.
 
     Raises:
-        ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
+        ValueError: there is less than the blocks that it would pin.
     """
-    call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-    tensor = call["src_tensor"]
-    of_size = instance.cpu_tensor_pool._pools.get((tensor.shape, tensor.dtype), {})
-    is_there = call.get("use_cpu_pool", True) and of_size.get("free")
-    nbytes = power_of_two_at_least(tensor.nbytes)
-    if not is_there and nbytes > (free := free_for_each_rank()):
+    if not vars(instance).get(CHECKED):
+        setattr(instance, CHECKED, True)
+        # One that several operations save is copied once.
+        saved = {(tensor.data_ptr(), tensor.nbytes) for tensor in instance.fwd_gpu_tensor_group.tensor_list}
+        needed = sum(power_of_two_at_least(nbytes) for _, nbytes in saved)
+        _refuse_shortage(
+            needed, "model.cpu_offloading=True: Transformer Engine", "lower model.cpu_offloading_num_layers"
+        )
+    return wrapped(*args, **kwargs)
+
+
+def _refuse_shortage(nbytes: int, who: str, what_to_do: str) -> None:
+    """Raise ValueError if a rank can have less host memory than so many bytes: what is free, by ranks of its node.
+
+    What the offload of states needs is pinned by then.
+    """
+    if nbytes > (free := free_for_each_rank()):
         raise ValueError(
-            f"model.{ON}=True: mcore pins {readable(nbytes)} more of host memory for activations, but each rank of "
-            f"this node can have {readable(free)}; pinned are {readable(pinned_bytes())} for activations and "
-            f"{readable(_pinned_for_states)} for optimizer states: take modules out of model.offload_modules, lower "
-            "OffloadConfig.fraction, or give the job more host memory"
+            f"{who} pins {readable(nbytes)} more of host memory for activations, but each rank of this node can have "
+            f"{readable(free)}; pinned are {readable(pinned_bytes())} for activations and "
+            f"{readable(_pinned_for_states)} for optimizer states: {what_to_do}, lower OffloadConfig.fraction, or give "
+            "the job more host memory"
         )
 
 

@@ -187,8 +187,9 @@ class Session:
             text = (
                 f"peak of step {self.figures.snapshot().steps}: {readable(peak)} measured, {readable(planned)} planned"
             )
-            if self._offloads_activations and (pinned := activation_offload.pinned_bytes()):
-                text += f"; mcore has pinned {readable(pinned)} on the host for activations"
+            is_on = self._offloads_activations or getattr(self.model_config, "cpu_offloading", False) is True
+            if is_on and (pinned := activation_offload.pinned_bytes()):
+                text += f"; for activations {readable(pinned)} are pinned on the host"
             say(text)
 
     @property

@@ -32,7 +32,7 @@ LOADERS = (
 
 def patches() -> list[Patch]:
     """Return the table, freshly made: a patch remembers what it replaced."""
-    return [StandAsidePatch(), ConfigFieldsPatch(), *_of_bridge(), *_of_mcore(), *_of_kernels(), *_of_optimizers()]
+    return [StandAsidePatch(), ConfigFieldsPatch(), *_of_bridge(), *_of_mcore(), *_of_others(), *_of_optimizers()]
 
 
 def _of_mcores(
@@ -158,15 +158,21 @@ OF_ACTIVATIONS: tuple[tuple[str, Wrapper, tuple[str, ...], str], ...] = (
 """Methods of mcore's fine-grained activation offload; each wrapper says what upstream lacks."""
 
 
-def _of_kernels() -> list[FunctionPatch]:
+def _of_others() -> list[FunctionPatch]:
     return [
-        FunctionPatch(module, "MultiTensorApply.__call__", state_wrappers.touches_lists, (),
-            "hands lists of tensors to kernels in C++, from norms and copies of anybody's, which no tensor can see",
-            distribution=distribution, series=((0, 0), end), optional=True)
-        for module, distribution, end in (
-            ("transformer_engine.pytorch.optimizers.multi_tensor_apply", "transformer-engine", (3, 0)),
-            ("apex.multi_tensor_apply.multi_tensor_apply", "apex", (1, 0)),
-        )
+        FunctionPatch("transformer_engine.pytorch.cpu_offload", "OffloadableLayerState.start_offload",
+            activation_offload.offloads_layer, (),
+            "makes every host copy of a layer; before it the layer's saved tensors are known",
+            distribution="transformer-engine", series=((0, 0), (3, 0)), optional=True),
+        *(
+            FunctionPatch(module, "MultiTensorApply.__call__", state_wrappers.touches_lists, (),
+                "hands lists of tensors to kernels in C++, from norms and copies of anybody's, which no tensor can see",
+                distribution=distribution, series=((0, 0), end), optional=True)
+            for module, distribution, end in (
+                ("transformer_engine.pytorch.optimizers.multi_tensor_apply", "transformer-engine", (3, 0)),
+                ("apex.multi_tensor_apply.multi_tensor_apply", "apex", (1, 0)),
+            )
+        ),
     ]  # fmt: skip
 
 

@@ -338,3 +338,29 @@ def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first
 def test_host_memory_for_activations_of_experts_is_refused_too(offload, waits, host):
     with waits(), pytest.raises(ValueError, match=r"mcore pins .* each rank of this node can have 0\.00 GiB"):
         train(offload, ONE_STAGE, layers=[("moe_act",)])
+
+
+def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_once_before_they_are_copied(
+    monkeypatch, cpu_standins
+):
+    """Transformer Engine's own class is not here: what is wrapped is a method of an object with its fields."""
+    free = 2 * 64 + 16
+    monkeypatch.setattr(activation_offload, "free_for_each_rank", lambda: free)
+    monkeypatch.setattr(activation_offload, "_are_added", True)
+    saved, copied = torch.zeros(11), []  # 44 bytes: a block of 64
+    layer = SimpleNamespace(fwd_gpu_tensor_group=SimpleNamespace(tensor_list=[saved, saved, saved.clone(), saved[:3]]))
+
+    def offload():
+        activation_offload.offloads_layer(lambda: copied.append(free), layer, (), {})
+
+    offload()
+    free = 0
+    offload()
+    assert copied == [2 * 64 + 16, 0], "the second time its blocks are there"
+    layer = SimpleNamespace(fwd_gpu_tensor_group=layer.fwd_gpu_tensor_group)
+    free = 2 * 64 + 15
+    with pytest.raises(
+        ValueError, match=r"model\.cpu_offloading=True: Transformer Engine pins .* lower model\.cpu_offl"
+    ):
+        offload()
+    assert len(copied) == 2

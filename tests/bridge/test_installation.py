@@ -95,6 +95,7 @@ def test_the_table_has_every_binding_that_a_training_goes_through():
             f"megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.{name}"
             for name in FLOAT16_OPTIMIZER.split()
         ),
+        "transformer_engine.pytorch.cpu_offload.OffloadableLayerState.start_offload",
         "transformer_engine.pytorch.optimizers.multi_tensor_apply.MultiTensorApply.__call__",
         "apex.multi_tensor_apply.multi_tensor_apply.MultiTensorApply.__call__",
     }
