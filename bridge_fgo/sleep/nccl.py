@@ -23,7 +23,11 @@ LEAST_NCCL = (2, 29, 7)
 OFF_BY = {"NCCL_CUMEM_ENABLE": "0", "NCCL_DISABLE_MEM_MANAGER": "1", "NCCL_COMM_SPLIT_SHARE_RESOURCES": "1"}
 """Settings with which NCCL counts no memory, or counts the same twice, and suspends none."""
 
-BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+LAZY = "ProcessGroupNCCLLazy"
+"""Suspends its communicators of pairs of ranks in any order, so that ranks could wait for each other in a circle
+(PyTorch 2.15, `lazy/LazyBackend.hpp`)."""
+
+BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", LAZY)
 
 HOOK = 0x6272_6964  # any number that no other hook of a process group has
 
@@ -105,9 +109,9 @@ def held_bytes() -> int | None:
 
 
 def suspendable() -> list[Key]:
-    """Return this rank's groups that can be suspended: all but the default group, over which the ranks agree."""
-    default = torch.distributed.group.WORLD
-    return [key for key, (group, *_) in _communicators().items() if group is not default]
+    """Return this rank's groups that can be suspended: no lazy one, nor the default, over which the ranks agree."""
+    found, default = _communicators(), torch.distributed.group.WORLD
+    return [key for key, (group, nccl, _) in found.items() if group is not default and type(nccl).__name__ != LAZY]
 
 
 def suspended() -> list[Key]:

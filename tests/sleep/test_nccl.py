@@ -218,6 +218,12 @@ def test_groups_that_were_destroyed_asleep_are_forgotten(fakes, sleeper):
     assert not nccl.suspended()
 
 
+def test_a_lazy_backend_is_counted_and_not_suspended(monkeypatch, fakes, sleeper):
+    monkeypatch.setattr(fake_nccl, "FakeNccl", type(nccl.LAZY, (fake_nccl.FakeNccl,), {}))
+    sleeper(0)
+    assert nccl.held_bytes() == 3000 * len(fakes.awake()) and not nccl.suspendable()
+
+
 def test_a_group_with_processes_outside_of_the_job_is_left_alone():
     mine, engines = ("tp", 2, hash((0, 1))), ("weight sync", 3, hash((0, 1, 2)))
     assert nccl._told_by_all([[mine, engines], [mine]]) == {mine}
