@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -18,6 +19,7 @@ import torch
 
 from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
+from bridge_fgo.bridge.framework_names import host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
@@ -408,7 +410,7 @@ def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwa
     mcore's own method rebinds the parameters of precision-aware Adam, which then train no weights any more.
     """
     if upstream.can_move(instance):
-        return upstream.offload_states(instance, settings_of(instance.config))
+        return upstream.offload_states(instance, settings_of(instance.config), _host_bytes())
     return replaces_states(wrapped, instance, args, kwargs)
 
 
@@ -424,7 +426,7 @@ def offloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
     params, grads = _moved_parts(wrapped, args, kwargs)
     if grads and (gradients := gradients_of(instance)) is not None:
         gradients.zero(instance)
-    upstream.mover_of(instance, installed_config().pin_memory).offload(params, grads)
+    upstream.mover_of(instance, installed_config().pin_memory).offload(params, grads, _host_bytes())
 
 
 def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -432,6 +434,12 @@ def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
     if upstream.BUFFER not in vars(instance):
         return wrapped(*args, **kwargs)
     return upstream.mover_of(instance, installed_config().pin_memory).reload(*_moved_parts(wrapped, args, kwargs))
+
+
+def _host_bytes() -> float:
+    """Return the most host memory that mcore's verbs may take together, by the environment."""
+    gib = host_memory_limit_gib()
+    return math.inf if gib is None else gib * 2**30
 
 
 def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:

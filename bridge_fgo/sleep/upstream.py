@@ -2,17 +2,21 @@
 
 They know one buffer or one optimizer at a time, on this rank alone, and may run no collective. So they copy a buffer
 whole and not its shard; `Residency` moves less.
+
+A limit of host memory is one of the process for all of them: what does not fit stays on the GPU, and a warning says so.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.host_buffer import page_lock
@@ -30,7 +34,21 @@ BUFFER = "_bridge_fgo_sleep"
 
 COMES_BY = "the reload_from_cpu() of DDP's buffers"
 
-_buffers = weakref.WeakSet[Any]()
+_buffers = weakref.WeakSet["Buffer"]()
+_states = weakref.WeakSet[OptimizerStates]()
+
+
+def _room(limit: float) -> float:
+    """Return the bytes of host memory that a limit leaves."""
+    return limit - sum(each.host_bytes for each in (*_buffers, *_states))
+
+
+def _tell_what_stays(nbytes: int, what: str) -> None:
+    if nbytes:
+        warnings.warn(
+            f"the limit of host memory has no room for {readable(nbytes)} of {what}, which stay on the GPU",
+            stacklevel=3,
+        )
 
 
 class Buffer:
@@ -49,8 +67,13 @@ class Buffer:
             for slab in () if part is None else part.slabs:
                 slab.unguard()
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the parameters, from their first offload on."""
+        return 0 if self._weights is None else self._weights.host_bytes
+
     @torch.no_grad()
-    def offload(self, params: bool, grads: bool) -> None:
+    def offload(self, params: bool, grads: bool, limit: float) -> None:
         """Drop gradients, and offload parameters, of which what has changed is copied; what is away stays away."""
         buffer = self._buffer
         for refusal in buffer_refusals(buffer):
@@ -58,7 +81,10 @@ class Buffer:
         gradients = weights = None
         if grads and _has_memory(buffer.grad_data):
             gradients = self._gradients = self._gradients or Gradients([buffer], {}, COMES_BY)
-        if params and _has_memory(buffer.param_data):
+        needed = buffer.param_data.untyped_storage().nbytes() if params and _has_memory(buffer.param_data) else 0
+        if needed and self._weights is None and needed > _room(limit):
+            _tell_what_stays(needed, "a DDP buffer's parameters")
+        elif needed:
             named = named_weights(buffer, {})
             weights = self._weights = self._weights or WeightGroup(
                 [StorageSlab(buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named)]
@@ -131,12 +157,12 @@ def can_restore(optimizer: Any) -> bool:
     return STATES in vars(optimizer) or (attachment_of(optimizer) is not None and can_move(optimizer))
 
 
-def offload_states(optimizer: Any, config: OffloadConfig) -> None:
+def offload_states(optimizer: Any, config: OffloadConfig, limit: float) -> None:
     """Do what mcore's `offload_to_cpu` is for: offload all states, and return their memory to the driver.
 
     While they are away the optimizer is attached to its engine, which serves whoever reads or steps it.
     """
-    states = _states_of(optimizer, config)
+    states = _states_of(optimizer, config, limit)
     device = states.sources[0].device
     states.require_whole()
     wait_for_gpu(device)
@@ -149,6 +175,7 @@ def offload_states(optimizer: Any, config: OffloadConfig) -> None:
         raise
     wait_for_gpu(device)
     return_to_driver(device)
+    _tell_what_stays(states.engine.unhosted_bytes, "an optimizer's state")
 
 
 def restore_states(optimizer: Any) -> None:
@@ -158,7 +185,7 @@ def restore_states(optimizer: Any) -> None:
     states.finish_reload()
 
 
-def _states_of(optimizer: Any, config: OffloadConfig | None) -> OptimizerStates:
+def _states_of(optimizer: Any, config: OffloadConfig | None, limit: float = math.inf) -> OptimizerStates:
     """Return what moves the states: by an engine that is there, or by one that is made with `config`."""
     states: OptimizerStates | None = vars(optimizer).get(STATES)
     if states is not None:
@@ -170,4 +197,7 @@ def _states_of(optimizer: Any, config: OffloadConfig | None) -> OptimizerStates:
         config, engine="native", master_remainders=False, fraction=1.0, gpu_memory_budget_gib=None,
         moments=True, master_weights=True,
     )  # fmt: skip
-    return OptimizerStates(optimizer, whole, alone=True)
+    states = OptimizerStates(optimizer, whole, alone=True, host_bytes=_room(limit))
+    _states.add(states)
+    states.engine.host_room = _room(limit)  # for background saves
+    return states

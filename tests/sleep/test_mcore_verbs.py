@@ -1,10 +1,15 @@
 """mcore's six methods of sleep and wake, which RL frameworks call, with the package installed and no flag set."""
 
+import math
+import warnings
+import weakref
+
 import pytest
 import torch
 from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident_now
 
 import bridge_fgo
+from bridge_fgo.bridge.framework_names import LIMIT
 from bridge_fgo.bridge.session import attach
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import attachment_of
@@ -58,6 +63,36 @@ def test_training_that_sleeps_by_mcores_own_verbs_is_bitwise_a_resident_one(slee
         me.train()
         sleep(me.training)
         wake(me.training)
+    me.assert_as_resident()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.4, 1])
+def test_a_limit_of_host_memory_in_the_environment_is_kept_by_all_of_them_and_what_has_no_room_stays(
+    sleeper, monkeypatch, share
+):
+    me = sleeper(0, experts=True)
+    me.train()
+    monkeypatch.setattr(upstream, "_buffers", weakref.WeakSet())
+    monkeypatch.setattr(upstream, "_states", weakref.WeakSet())
+    weights, _, states = live(me.training)
+    limit = share * (weights + 1.01 * states)
+    monkeypatch.setenv(LIMIT, str(limit / 2**30))
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for buffer in buffers(me.training):
+                buffer.offload_to_cpu()
+            me.training.optimizer.offload_to_cpu()
+        stays, gradients, of_states = live(me.training)
+        assert gradients == 0 and bool(stays + of_states) == (share < 1)
+        taken = sum(each.host_bytes for each in (*upstream._buffers, *upstream._states))
+        assert weights + states - stays - of_states <= taken <= limit
+        assert any("the limit of host memory has no room for" in str(each.message) for each in said) or share == 1
+        wake(me.training)
+        me.train()
+    monkeypatch.setenv(LIMIT, "64 GiB")
+    with pytest.raises(ValueError, match=f"{LIMIT}='64 GiB': use a number of GiB above 0"):
+        me.training.optimizer.offload_to_cpu()
     me.assert_as_resident()
 
 
@@ -121,7 +156,7 @@ def test_after_a_verb_that_failed_half_way_a_step_finds_its_states_and_the_next_
 ):
     me = sleeper(**SEVERAL_SLABS)
     (leaf,) = movable_optimizers(me.training.optimizer)
-    upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20))
+    upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20), math.inf)
     upstream.restore_states(leaf)
     me.train()
     with monkeypatch.context() as patch, pytest.raises(StillShared):
