@@ -195,7 +195,12 @@ def test_layers_that_transformer_engine_offloads_have_their_terms_too():
     found = recommendation(f"{options} --cpu-offloading-layers 2")
     (term,) = (term for term in found.terms if term.startswith("activations offloaded"))
     assert term.startswith("activations offloaded: 1.64 GB a microbatch") and "NVTE_CPU" not in term
-    assert found.choices[0].step > recommendation(options).choices[0].step, "the link takes longer than the forward"
+    without = recommendation(options)
+    assert found.choices[0].step > without.choices[0].step, "the link takes longer than the forward"
+    resident, again = (choice(found, name) for name in ("activations resident", "all recomputed"))
+    assert (resident.step, resident.peak) == (without.choices[0].step, without.choices[0].peak)
+    assert resident.overrides == ("model.cpu_offloading=False",)
+    assert again.peak == choice(without, "all recomputed").peak and "model.cpu_offloading=False" in again.overrides
 
 
 def test_activation_offload_is_not_offered_where_mcores_own_fails():
@@ -310,7 +315,11 @@ def test_the_terms_tell_of_states_gradients_activations_and_recomputation_and_wh
     of_job.config.model.attention_backend = "fused"
     left_out = recommend.Recommender(of_job, link).recommend().terms[-2:]
     assert left_out[0].startswith("not offered: attention recomputed: of fused attention it spares nothing")
-    assert left_out[1].startswith("not offered: activations offloaded: with several model chunks a rank mcore ends")
+    assert left_out[1].startswith("not offered: activations offloaded: with several model chunks a rank mcore 0")
+    vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear"])
+    notes = make_estimate(of_job, OffloadConfig(), [link], None, None).notes
+    assert any("ends with its own error (Chunk mismatch)" in note for note in notes)
+    of_job.config.model.fine_grained_activation_offloading = False
     given = recommend.Recommender(of_job, link, activations=GB).recommend().terms
     assert sum(term.endswith("activations are not counted, but as --activations-gb says") for term in given) > 2
 

@@ -26,8 +26,13 @@ def kinds(model: Any) -> dict[str, dict[str, Any]]:
     """Return what changes in a model's config by kind: of those above, and of mcore's activation offload.
 
     That is of all modules whose offload is counted, beside the config's own recomputation where that is not of whole
-    layers: of what is recomputed nothing is offloaded. Where the config has it on, one kind is without it.
+    layers: of what is recomputed nothing is offloaded. Where the config has it on, one kind is without it; so with
+    Transformer Engine's offload of layers, beside which mcore recomputes nothing.
     """
+    if getattr(model, "cpu_offloading", False):
+        off = {"cpu_offloading": False}
+        again = {name: kind | off for name, kind in KINDS.items() if kind is not NONE}
+        return {"activations resident": off} | again
     if getattr(model, "fine_grained_activation_offloading", False):
         off = {"fine_grained_activation_offloading": False}
         return KINDS | {"all recomputed": KINDS["all recomputed"] | off, "activations resident": off}

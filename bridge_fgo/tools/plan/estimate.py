@@ -13,7 +13,9 @@ from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import (
+    CHUNK_MISMATCH,
     activation_bytes,
+    chunks_of,
     is_unfused,
     offload_modules,
     offloaded_layers,
@@ -356,6 +358,8 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         if offloaded_layers(config.model):
             who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
         yield f"activations: {who} offloads some, and pins {figure} for them {when}"
+    if offload_modules(config.model) and chunks_of(config.model) > 1:
+        yield f"activations: {CHUNK_MISMATCH}"
     if activations is None and offloaded_layers(config.model):
         tried = "" if is_unfused(config.model) else f", with fused attention {UNTRIED}"
         yield (

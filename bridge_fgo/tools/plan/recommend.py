@@ -13,7 +13,14 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
-from bridge_fgo.tools.plan.activations import chunks_of, copied_bytes, is_unfused, offload_modules, uncounted
+from bridge_fgo.tools.plan.activations import (
+    CHUNK_MISMATCH,
+    chunks_of,
+    copied_bytes,
+    is_unfused,
+    offload_modules,
+    uncounted,
+)
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -312,7 +319,7 @@ class Recommender:
         elif not is_unfused(model):
             unsuited["attention recomputed"] = "of fused attention it spares nothing"
         if chunks_of(model) > 1 and self._activations is None:
-            unsuited[OFFLOADED] = "with several model chunks a rank mcore ends with its own error (Chunk mismatch)"
+            unsuited[OFFLOADED] = CHUNK_MISMATCH
         suited = {name: kind for name, kind in found.items() if name not in unsuited}
         return suited, {name: why for name, why in unsuited.items() if name in found}
 
