@@ -75,7 +75,7 @@ class FileBuffer(HostBuffer):
     """Host memory that is a file without a name in a folder, and is not page-locked.
 
     The kernel writes its pages to the disk, and takes them back where memory is short. ValueError where there is no
-    such folder, or no space.
+    such folder, no space, or no disk.
     """
 
     def __init__(self, nbytes: int, folder: Path) -> None:
@@ -86,6 +86,11 @@ class FileBuffer(HostBuffer):
     def _map(self, nbytes: int) -> torch.Tensor:
         try:
             with TemporaryFile(dir=self._folder) as file:
+                if (kind := file_system(os.fstat(file.fileno()).st_dev)) in ("tmpfs", "ramfs"):
+                    raise ValueError(
+                        f"Residency(frozen_folder={str(self._folder)!r}): a {kind} is memory of the host, which "
+                        "the files are to save: name a folder on a disk of the node, or leave it out"
+                    )
                 os.posix_fallocate(file.fileno(), 0, nbytes)  # to write where the disk is full would end the process
                 return torch.frombuffer(_mapped(file.fileno(), nbytes), dtype=torch.uint8)
         except OSError as error:
@@ -93,6 +98,13 @@ class FileBuffer(HostBuffer):
                 f"Residency(frozen_folder={str(self._folder)!r}): a file of {nbytes} bytes could not be made there "
                 f"({error}): name a folder that has room for the frozen parameters of every rank of the node"
             ) from error
+
+
+def file_system(device: int) -> str:
+    """Return the type of the mounted file system that has a device number, "" where none has it by itself (btrfs)."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.partition(" - ") for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return next((rest.split()[0] for fields, _, rest in mounts if fields.split()[2] == number), "")
 
 
 def page_lock(buffers: Sequence[HostBuffer]) -> None:

@@ -12,6 +12,7 @@ import torch
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA
 
 import bridge_fgo
+from bridge_fgo.memory import host_buffer
 
 pytestmark = NEEDS_CUDA
 
@@ -33,7 +34,11 @@ def cycle_of_a_small_one() -> None:
 
 
 @pytest.mark.parametrize("in_files", [False, True], ids=["pinned", "files"])
-def test_frozen_parameters_in_files_are_not_page_locked_and_wake_bitwise(tmp_path: Path, in_files: bool) -> None:
+def test_frozen_parameters_in_files_are_not_page_locked_and_wake_bitwise(
+    tmp_path: Path, in_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = host_buffer.file_system(tmp_path.stat().st_dev)
+    monkeypatch.setattr(host_buffer, "file_system", lambda device: "")  # pytest's folder may be on a tmpfs
     cycle_of_a_small_one()
     frozen, nbytes = model(), LAYERS * LAYER_BYTES
     before = [param.detach().cpu() for param in frozen.parameters()]
@@ -44,9 +49,8 @@ def test_frozen_parameters_in_files_are_not_page_locked_and_wake_bitwise(tmp_pat
         assert asleep.freed == nbytes and asleep.returned >= LEAST_RETURNED * nbytes
         assert (asleep.copied, awake.copied) == (0 if cycle else nbytes, nbytes)
         assert all(torch.equal(param.cpu(), was) for param, was in zip(frozen.parameters(), before, strict=True))
-        print(
-            f"{'files' if in_files else 'pinned'}: {nbytes} B, {asleep.seconds:.3f} s out, {awake.seconds:.3f} s back"
-        )
+        where = f"files on {kind}" if in_files else "pinned"
+        print(f"{where}: {nbytes} B, {asleep.seconds:.3f} s out, {awake.seconds:.3f} s back")
     res.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from cpu_training import CpuOptions, CpuTraining
 
 import bridge_fgo
+from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.states.distributed import live_bytes
@@ -144,6 +145,13 @@ def poison(patch):
         return empty(slab)
 
     patch.setattr(StorageSlab, "empty", poisoned)
+
+
+@pytest.fixture
+def disk(tmp_path, monkeypatch):
+    """A folder that is taken for one on a disk: pytest's may be on a tmpfs."""
+    monkeypatch.setattr(host_buffer, "file_system", lambda device: "")
+    return tmp_path
 
 
 @pytest.fixture

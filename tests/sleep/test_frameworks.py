@@ -343,10 +343,10 @@ def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkey
 @ALL
 @pytest.mark.parametrize("changes", [{}, {"frozen": True}], ids=["all trained", "most frozen"])
 def test_the_environment_limits_host_memory_and_keeps_frozen_parameters_in_files(
-    modules, sleeper, monkeypatch, tmp_path, cycle, changes
+    modules, sleeper, monkeypatch, disk, cycle, changes
 ):
     monkeypatch.setenv(framework_names.LIMIT, "1e-9")
-    monkeypatch.setenv(framework_names.FOLDER, str(tmp_path))
+    monkeypatch.setenv(framework_names.FOLDER, str(disk))
     with bridge_fgo.install(frameworks="auto"):
         me = sleeper(1, **changes)
         _, sleep, wake = cycle(me.training)

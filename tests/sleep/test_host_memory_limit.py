@@ -1,6 +1,7 @@
 """A limit of host memory is kept, what does not fit stays on the GPU and is said, and every bit is a resident run's."""
 
 import contextlib
+from pathlib import Path
 from unittest import mock
 
 import both
@@ -16,6 +17,7 @@ from test_parts_of_parameters import frozen, names_of
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
+from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.sleep import moved
 
@@ -155,7 +157,7 @@ def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_non
 # Frozen parameters in files.
 
 
-def test_frozen_parameters_in_files_take_no_host_memory_and_are_written_once(sleeper, tmp_path):
+def test_frozen_parameters_in_files_take_no_host_memory_and_are_written_once(sleeper, disk):
     me = sleeper(frozen=True)
     nbytes = sum(param.nbytes for name, param in me.ddp.named_parameters() if frozen(name, param))
     expected = on_gpu(me.res)
@@ -163,28 +165,35 @@ def test_frozen_parameters_in_files_take_no_host_memory_and_are_written_once(sle
         me.res.close()
         residency(me.training).close()
     with counted() as taken:
-        me._res = residency(me.training, frozen_folder=tmp_path)
+        me._res = residency(me.training, frozen_folder=disk)
         assert me.res.offload("params", where=frozen).copied == nbytes == sum(usual) - 7 * me.weights_bytes
         assert on_host(me.res) == expected
         for _ in range(2):
             me.res.reload()
             assert on_gpu(me.res) == expected
             assert me.res.offload("params", where=frozen).copied == 0
-    assert sum(taken) == sum(usual) - nbytes and not list(tmp_path.iterdir())
+    assert sum(taken) == sum(usual) - nbytes and not list(disk.iterdir())
     me.res.reload()
     me.train()
     me.assert_as_resident()
 
 
-def test_a_reference_model_sleeps_in_files_of_a_folder_that_can_hold_it_and_of_no_other(tmp_path):
+def test_a_reference_model_sleeps_in_files_of_a_folder_that_can_hold_it_and_of_no_other(disk):
     model = torch.nn.Linear(3, 2)
     before = both.exact(dict(model.named_parameters()))
     with pytest.raises(ValueError, match=r"frozen_folder='.*absent'\): a file of 24 bytes could not be made"):
-        bridge_fgo.Residency(model, frozen_folder=tmp_path / "absent")
-    res = bridge_fgo.Residency(model, frozen_folder=tmp_path, host_memory_limit_gib=1e-9)
+        bridge_fgo.Residency(model, frozen_folder=disk / "absent")
+    res = bridge_fgo.Residency(model, frozen_folder=disk, host_memory_limit_gib=1e-9)
     assert res.offload().freed == 32 and res._unhosted == 0
     res.reload()
     assert both.exact(dict(model.named_parameters())) == before
+
+
+def test_a_folder_in_memory_is_refused_by_the_settings_name():
+    if host_buffer.file_system(Path("/dev/shm").stat().st_dev) != "tmpfs":
+        pytest.skip("no tmpfs in /dev/shm")
+    with pytest.raises(ValueError, match=r"frozen_folder='/dev/shm'\): a tmpfs is memory of the host.*on a disk"):
+        bridge_fgo.Residency(torch.nn.Linear(3, 2), frozen_folder="/dev/shm")
 
 
 def test_a_folder_where_nothing_is_frozen_is_refused(sleeper, tmp_path):
