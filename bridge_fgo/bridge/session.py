@@ -123,6 +123,7 @@ class Session:
         self._planned_steps = 0  # those with a plan so far
         self._is_proven = False  # whether a step has released what was planned
         self._had_states = False  # whether there was anything to release in a step that proves nothing yet
+        activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
         _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.
@@ -316,7 +317,6 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
-        activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
         if self._offloads_activations:
             missing = ", ".join(activation_offload.missing_methods())
             say(

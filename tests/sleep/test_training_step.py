@@ -9,6 +9,7 @@ from cpu_training import CpuTraining
 from sleeping import KINDS, WHOLE, options, residency
 
 import bridge_fgo
+from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.session import active_session
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.sleep.states import STATES
@@ -132,6 +133,16 @@ def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradient
     seen = trained(4, run=noted, context_of=partial(driven, held))
     assert held == [0] * 4 and min(found[1:]) > 0
     assert seen == trained(4, run=by_hand)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks(monkeypatch):
+    monkeypatch.setattr(activation_offload, "_are_added", False)
+    with CpuTraining(options()) as training:
+        res = residency(training)
+        assert not activation_offload._are_added
+        with res.training_step():
+            assert activation_offload._are_added
 
 
 @pytest.mark.usefixtures("installed")
