@@ -163,6 +163,7 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
         if not refusal():
             assert "suspendable" in reached["offload"] and "resumable" in reached["reload"]
         assert {"WeightSets.make", "HostBuffer.lock"} & reached["keep"] and "StorageSlab.copy_out" in reached["keep"]
+        assert {"NativeEngine.close", "Slab.close"} <= reached["close"]
         assert {"WeightSets.swap_in", "WeightSets.swap_out", "WeightSets.end"} <= reached["weights, awake"]
 
 
