@@ -75,11 +75,12 @@ class Session:
     ) -> None:
         self.gradients: Gradients | None = None
         self.model_config = model_config
+        # mcore frees activations while their copies out may still run. Their memory is no room for states until then:
+        # the allocator would wait for the copies.
+        waits = config.gpu_memory_budget_gib == "auto" and self._offloads_activations
+        intervals = ACTIVE if waits else ALLOCATED
         if owner is None:
-            # mcore frees activations while their copies out may still run. Their memory is no room for states until
-            # then: the allocator would wait for the copies.
-            waits = config.gpu_memory_budget_gib == "auto" and self._offloads_activations
-            meter = PeakMeter(ACTIVE if waits else ALLOCATED)
+            meter = PeakMeter(intervals)
 
             def make() -> tuple[list[McoreSource], Engine]:
                 sources, engine = _make_engine(optimizer, model_config, config, meter)
@@ -105,6 +106,7 @@ class Session:
                 setattr(source.optimizer, ATTACHED, Attachment(engine, source))
         else:
             meter, sources, engine = owner.meter, owner.sources, owner.engine
+            meter.of_intervals = intervals
             owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
         self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
         """What asked for the offload, for messages."""

@@ -1,7 +1,9 @@
 """`Residency.training_step`: a loop on mcore alone trains with its states away, bitwise as one without the context."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from both import PACKED
@@ -10,8 +12,9 @@ from sleeping import KINDS, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge import activation_offload
-from bridge_fgo.bridge.session import active_session
+from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.memory.meters import ACTIVE, ALLOCATED
 from bridge_fgo.sleep.states import STATES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -143,6 +146,10 @@ def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks(monkeypa
         assert not activation_offload._are_added
         with res.training_step():
             assert activation_offload._are_added
+        states, offloads = res._states, SimpleNamespace(fine_grained_activation_offloading=True)
+        assert states.meter.of_intervals == ALLOCATED
+        Session(None, offloads, replace(WHOLE, gpu_memory_budget_gib="auto"), owner=states)
+        assert states.meter.of_intervals == ACTIVE, "what is copied out has its memory still"
 
 
 @pytest.mark.usefixtures("installed")
