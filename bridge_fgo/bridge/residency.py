@@ -41,7 +41,7 @@ from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend,
 from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
-from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where
+from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where, fitting
 
 PARAMS = frozenset[Kind](("params",))
 
@@ -180,7 +180,7 @@ class Residency:
         folder = None if frozen_folder is None else Path(frozen_folder)
         in_files = None if folder is None else self._weights.keep_in_files(folder, all_are_frozen)
         # Weights first: DDP's buffers free most of the GPU's memory for the host's.
-        return limit - sum(group.host_bytes for group in self._weights.fitting(limit)), in_files
+        return limit - sum(group.host_bytes for group in fitting(self._weights.groups, limit)), in_files
 
     def _lacking(self, limit: float) -> tuple[list[WeightGroup], set[Any]]:
         """Return the weights for which states leave no host memory, and, to be told, their places."""
@@ -190,7 +190,7 @@ class Residency:
                 f"Residency(host_memory_limit_gib={limit / 2**30:g}): the engine that is attached to the optimizer has "
                 f"{readable(taken)} of host memory already: raise the limit, or lower OffloadConfig.fraction"
             )
-        moving = set(self._weights.fitting(limit - taken))
+        moving = set(fitting(self._weights.groups, limit - taken))
         staying = [group for group in self._weights.groups if group not in moving]
         return staying, {group.place for group in staying}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, override
+from typing import Any, NamedTuple, Protocol, override
 
 import torch
 
@@ -45,6 +45,30 @@ class HostParam(NamedTuple):
     """The place in the flat parameter at which `values` begin."""
     values: torch.Tensor
     """On the host, [n], of the parameter's dtype."""
+
+
+class Sized(Protocol):
+    """Something that an offload moves."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of GPU memory."""
+        ...
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the copies."""
+        ...
+
+
+def fitting[T: Sized](groups: Iterable[T], host_bytes: float) -> list[T]:
+    """Return the groups that have room in so much host memory; first those that free most of the GPU's for it."""
+    found = []
+    for group in sorted(groups, key=lambda group: group.host_bytes / max(1, group.nbytes)):
+        if group.host_bytes <= host_bytes:
+            host_bytes -= group.host_bytes
+            found.append(group)
+    return found
 
 
 class WeightGroup(Storages):
@@ -198,15 +222,6 @@ class Weights(Storages):
         for slab in (slab for group in frozen for slab in group.slabs):
             slab.folder = folder
         return sum(group.nbytes for group in frozen)
-
-    def fitting(self, host_bytes: float) -> list[WeightGroup]:
-        """Return the groups that have room in so much host memory; first those that free most of the GPU's for it."""
-        found = []
-        for group in sorted(self.groups, key=lambda group: group.host_bytes / max(1, group.nbytes)):
-            if group.host_bytes <= host_bytes:
-                host_bytes -= group.host_bytes
-                found.append(group)
-        return found
 
     def keep_here(self, groups: Sequence[WeightGroup]) -> None:
         """Have groups stay on the GPU for good."""

@@ -82,8 +82,8 @@ OPTIONS = {
 }
 
 
-def planned(training):
-    """Return the phases that are planned for a training on the CPU."""
+def planned(training, limit=None):
+    """Return the phases that are planned for a training on the CPU, with a limit of host memory in GiB."""
     chunks = [
         [
             Tensor(name, p.numel(), p.dtype, expert=not getattr(p, "allreduce", True), trainable=p.requires_grad)
@@ -96,7 +96,8 @@ def planned(training):
     optimizers = list(states_of_leaves(training.optimizer))
     held = held_of(cfg.model, training.model, optimizers, [[*range(len(optimizers))]])
     of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test", held=[held])
-    (stage,) = plan_phases(make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)).stages
+    made = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)
+    (stage,) = plan_phases(made, limit).stages
     return stage
 
 
@@ -127,6 +128,35 @@ def test_what_is_planned_is_what_residency_copies_and_frees(cpu_standins, kind):
             assert crossed(res.reload("params")) == wanted[ALONE]
             assert crossed(res.reload()) == wanted[REST]
         res.close()
+
+
+@needs_megatron
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_what_a_limit_of_host_memory_keeps_on_the_gpu_is_what_residency_keeps(cpu_standins, kind):
+    from cpu_training import CpuOptions, CpuTraining
+
+    with CpuTraining(CpuOptions(hidden=64, vocab=64, sequence=16, **OPTIONS[kind])) as training:
+        whole = planned(training)
+        training.step()
+        stayed = set()
+        for share in (0.001, 0.1, 0.3, 0.8, 1.01):
+            limit = share * (whole.shard + whole.frozen + whole.states) / 2**30
+            stage = planned(training, limit)
+            res = bridge_fgo.Residency(training.model, training.optimizer, host_memory_limit_gib=limit)
+            asleep = res.offload()
+            assert asleep.freed == stage.params + stage.grads + stage.optimizer
+            assert res._unhosted == stage.unhosted == stage.stays
+            res.close()
+            stayed.add(stage.unhosted)
+        assert len(stayed) > 3 and min(stayed) == 0
+
+
+def test_a_limit_below_what_the_flags_engine_has_is_refused_as_residency_does_and_without_phases_it_is_an_error():
+    with pytest.raises(ValueError, match=r"--host-memory-limit-gib 1: the flag's engine has .* lower --fraction"):
+        plan_phases(estimate(8.0), 1)
+    for wrong in ({"host_memory_limit_gib": 8.0}, {"host_memory_limit_gib": 0.0, "phases": True}):
+        with pytest.raises(ValueError, match=r"--host-memory-limit-gib .*: use a number of GiB above 0, with --phases"):
+            command.Settings("a job", **wrong)
 
 
 def test_the_picture_is_of_the_iteration_with_what_stays_and_what_training_needs_beside():

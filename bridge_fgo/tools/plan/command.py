@@ -53,7 +53,7 @@ def run(settings: Settings, log: Log | None = None) -> int:
     if recommendation is not None and (way := recommendation.advised or recommendation.fewest) is not None:
         on = settings if way is recommendation.advised else replace(settings, gpus=way.gpus)
         recommendation = replace(recommendation, command=check_of(on, way.overrides))
-    phases = plan_phases(estimate) if settings.phases else None
+    phases = plan_phases(estimate, settings.host_memory_limit_gib) if settings.phases else None
     if settings.picture is not None and phases is not None:
         title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"
         draw_memory(states_of_plan(phases, estimate), settings.picture, title)

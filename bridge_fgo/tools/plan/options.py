@@ -47,6 +47,9 @@ class Settings(JobSettings):
     phases: Annotated[
         bool, option("For reinforcement learning: what a sleep and a wake copy, and how long.", "--phases")
     ] = False
+    host_memory_limit_gib: Annotated[
+        float | None, option("With --phases: a Residency's limit of a rank's host memory, GiB.")
+    ] = None
     picture: Annotated[
         Path | None,
         option("Draw the components, with --phases an iteration (matplotlib).", metavar="FILE", callback=in_a_folder),
@@ -59,6 +62,8 @@ class Settings(JobSettings):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
+        if (limit := self.host_memory_limit_gib) is not None and not (self.phases and limit > 0):
+            raise ValueError(f"--host-memory-limit-gib {limit}: use a number of GiB above 0, with --phases")
         for name in ("check", "recommend"):
             if getattr(self, name) and self.system is None:
                 raise ValueError(f"--{name} needs --system, one of {', '.join(SYSTEMS)}")

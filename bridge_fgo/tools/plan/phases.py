@@ -7,19 +7,22 @@ cross whole. All in the steady state, from the second cycle on.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from bridge_fgo.sleep.states import WHOLE_MASTERS
+from bridge_fgo.sleep.weights import fitting
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.memory_picture import NAMES, State
 from bridge_fgo.tools.plan.activations import workspace_bytes
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
 from bridge_fgo.tools.plan.report import seconds as in_seconds
-from bridge_fgo.tools.plan.state import is_upstreams
+from bridge_fgo.tools.plan.state import is_upstreams, states_of_stage
 from bridge_fgo.tools.plan.systems import Link
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
@@ -52,10 +55,10 @@ class StagePhases:
     """A pipeline stage's rank that has the most states, in bytes.
 
     params, grads, optimizer: what a sleep frees on the GPU. stays: what does not leave, Transformer Engine's own copies
-    of FP8 weights and what settings keep of the states. shard: of the parameters that train, what the rank copies.
-    untold: of the shard, what no master tells. frozen: parameters that do not train, which cross whole, and out once
-    only. states: what of the states crosses. reference: the weights of the same model without DDP, which each rank has
-    whole.
+    of FP8 weights and what settings keep of the states. unhosted: of that, what has no room in host memory.
+    shard: of the parameters that train, what the rank copies. untold: of the shard, what no master tells. frozen:
+    parameters that do not train, which cross whole, and out once only. states: what of the states crosses. reference:
+    the weights of the same model without DDP, which each rank has whole.
     """
 
     stage: int
@@ -68,6 +71,7 @@ class StagePhases:
     frozen: int
     states: int
     reference: int
+    unhosted: int = 0
 
     @property
     def moves(self) -> list[Move]:
@@ -114,15 +118,24 @@ class Phases:
         }
 
 
-def plan_phases(estimate: Estimate) -> Phases:
-    """Return the phases of a job that is estimated.
+class _Weights(NamedTuple):
+    """Weights that move together: their bytes, those that a rank copies, and those of an element where they train."""
+
+    nbytes: int
+    host_bytes: int
+    size: int | None = None
+
+
+def plan_phases(estimate: Estimate, host_memory_limit_gib: float | None = None) -> Phases:
+    """Return the phases of a job that is estimated, with a limit as `Residency` has it.
 
     Raises:
         ValueError: `Residency` would refuse the job, and it is not known what would move; names the setting.
     """
     for refusal in _unplanned(estimate.job):
         raise ValueError(f"--phases: {refusal}")
-    stages = [_stage(estimate, stage) for stage in estimate.stages]
+    limit = math.inf if host_memory_limit_gib is None else host_memory_limit_gib * 2**30
+    stages = [_stage(estimate, stage, limit) for stage in estimate.stages]
     phases = Phases(stages, [], list(_notes(estimate, stages)), list(phase_refusals(estimate.job)))
     for of_link in estimate.links:
         link = of_link.link  # of one GPU beside the others of its node
@@ -132,25 +145,37 @@ def plan_phases(estimate: Estimate) -> Phases:
     return phases
 
 
-def _stage(estimate: Estimate, of_stage: StageEstimate) -> StagePhases:
+def _stage(estimate: Estimate, of_stage: StageEstimate, limit: float) -> StagePhases:
     job, held, states = estimate.job, estimate.job.held[of_stage.stage], of_stage.states
     sizes = [(tensor.numel * tensor.dtype.itemsize, tensor.trainable) for tensor in job.tensors(of_stage.stage)]
-    frozen = sum(nbytes for nbytes, trains in sizes if not trains)
-    params = frozen + sum(nbytes for _, nbytes, _ in held.buffers)
-    # With the flag the states are those that its settings send away, packed where they say so.
-    leaving, crossing = (states.offloaded, states.copied) if job.flag else (states.total, states.total)
-    is_packed = crossing < leaving
+    weights = [_Weights(nbytes, share, size) for size, nbytes, share in held.buffers]
+    weights += [_Weights(nbytes, nbytes) for nbytes, trains in sizes if not trains]
+    # With the flag the states are those that its settings send away, packed where they say so, and come first.
+    if not job.flag:
+        room = limit - sum(group.host_bytes for group in fitting(weights, limit))
+        states = max(reversed(states_of_stage(held, WHOLE_MASTERS, room)), key=lambda of_rank: of_rank.total)
+    elif sum(states.parts) > limit:
+        raise ValueError(
+            f"--host-memory-limit-gib {limit / 2**30:g}: the flag's engine has {gigabytes(sum(states.parts))} GB of "
+            "host memory already, and Residency would refuse the limit: raise it, or lower --fraction"
+        )
+    leaving, crossing = states.offloaded, states.copied if job.flag else states.offloaded
+    moving = fitting(weights, limit - sum(states.parts))
+    trained = [(group.size, group.host_bytes) for group in moving if group.size is not None]
+    params, is_packed = sum(group.nbytes for group in moving), crossing < leaving
+    asked = of_stage.states.offloaded if job.flag else of_stage.states.total
     return StagePhases(
         stage=of_stage.stage,
         params=params,
         grads=of_stage.gradients,
         optimizer=leaving,
         stays=of_stage.parameters - params + states.total - leaving,
-        shard=sum(share for *_, share in held.buffers),
-        untold=sum(share for size, _, share in held.buffers if is_packed or not (size == 2 and held.has_masters)),
-        frozen=frozen,
+        shard=sum(share for _, share in trained),
+        untold=sum(share for size, share in trained if is_packed or not (size == 2 and held.has_masters)),
+        frozen=sum(group.nbytes for group in moving if group.size is None),
         states=crossing,
-        reference=sum(nbytes for nbytes, _ in sizes),
+        reference=sum(group.nbytes for group in fitting([_Weights(nbytes, nbytes) for nbytes, _ in sizes], limit)),
+        unhosted=sum(group.nbytes for group in weights) - params + asked - leaving,
     )
 
 
@@ -204,7 +229,9 @@ def _notes(estimate: Estimate, stages: list[StagePhases]) -> Iterator[str]:
             "the flag is set: states move as its settings say, masters packed as from the sixth step on; "
             "then weights are copied, and come before the states"
         )
-    if any(stage.stays for stage in stages):
+    if lacks := max(stage.unhosted for stage in stages):
+        yield f"the limit of host memory has no room for {gigabytes(lacks)} GB of the rank with most: they stay"
+    if any(stage.stays > stage.unhosted for stage in stages):
         yield "on the GPU stay Transformer Engine's own copies of FP8 weights, and states that settings keep there"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -47,8 +48,13 @@ class StateBytes:
         return self.masters + self.moments
 
 
-def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadConfig) -> StateBytes:
-    """Return the bytes of a rank: of each of its optimizers the states, and whether masters are copied part by part."""
+def sum_of(
+    of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadConfig, host_bytes: float = math.inf
+) -> StateBytes:
+    """Return the bytes of a rank: of each of its optimizers the states, and whether masters are copied part by part.
+
+    host_bytes: the most host memory for what is offloaded.
+    """
     codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
     by_kind = {"master": 0, "moment": 0}
     offloaded: list[State] = []
@@ -58,10 +64,11 @@ def sum_of(of_optimizers: Iterable[tuple[list[Bundle], bool]], config: OffloadCo
         for bundle in everything:
             for state in bundle.states:
                 by_kind[state.kind] += state.nbytes
-        chosen = offloaded_bundles(everything, config)
+        chosen = offloaded_bundles(everything, config, host_bytes)
         offloaded += [state for bundle in chosen for state in bundle.states]
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         parts += layouts
+        host_bytes -= sum(slab.layout.nbytes for part in layouts for slab in part.slabs)
         masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
     padding = sum(map(_padding_bytes, parts))
     sizes = [size_of(part) for part in parts]
@@ -121,16 +128,16 @@ def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
     # Upstream copies masters as they are, and so does Megatron-FSDP's source.
     is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
     copied = replace(offload, master_remainders=False) if is_whole else offload
-    return [_states(of_stage, copied) for of_stage in job.held]
+    return [states_of_stage(of_stage, copied) for of_stage in job.held]
 
 
-def _states(held: Held, offload: OffloadConfig) -> list[StateBytes]:
+def states_of_stage(held: Held, offload: OffloadConfig, host_bytes: float = math.inf) -> list[StateBytes]:
     """Return the states of each rank of a stage."""
     known: dict[tuple[int, ...], StateBytes] = {}
     for optimizers in map(tuple, held.ranks):
         if optimizers not in known:
             of_rank = [held.optimizers[i] for i in optimizers]
-            found = sum_of(((each.states(), each.divides) for each in of_rank), offload)
+            found = sum_of(((each.states(), each.divides) for each in of_rank), offload, host_bytes)
             homes = sum(sum(each.homes) for each in of_rank)
             known[optimizers] = replace(found, masters=homes or found.masters)  # a home without states is there too
     return [known[tuple(optimizers)] for optimizers in held.ranks]
