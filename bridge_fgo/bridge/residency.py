@@ -54,9 +54,10 @@ class Asked(NamedTuple):
     finds: bool = True
 
 
-Wake = tuple[bool, bool, bool, bool, list[Key], set[Any]]
-"""What a rank tells before a reload: whether `where` holds for any parameter, whether anything moves, parameters do and
-packed masters need theirs; what NCCL has suspended; and the places of the parameters that are asked for."""
+Wake = tuple[bool, bool, bool, bool, bool, list[Key], set[Any]]
+"""What a rank tells before a reload: whether `where` holds for any parameter, whether anything is asked for, anything
+moves, parameters do and packed masters need theirs; what NCCL has suspended; and the places of the parameters that are
+asked for."""
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -344,18 +345,20 @@ class Residency:
 
     @_verb
     def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool]]:
+        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, list[Key]]]:
             kinds, groups, finds = asked()
             kinds, groups = self._on_gpu(kinds, groups)
             self._require_no_backward(kinds, grads)
             self._require_movable(kinds, groups, grads)
             self._wait_for_collectives()
-            return (kinds, groups, Tally(self._device)), (finds, "optimizer" in kinds and self._lacks_weights)
+            wakes = "optimizer" in kinds and self._lacks_weights
+            return (kinds, groups, Tally(self._device)), (finds, wakes, suspended())
 
         (kinds, groups, tally), votes = told_by_ranks(prepare)
-        _require_found(any(finds for finds, _ in votes))
-        wakes_params = any(wakes for _, wakes in votes)
+        _require_found(any(finds for finds, *_ in votes))
+        wakes_params = any(wakes for _, wakes, _ in votes)
         if wakes_params:
+            self._resume_nccl([nccl for *_, nccl in votes])  # a reader brought states here while all was away
             if woken := [group for group in self._weights.read_by_masters if group.is_away]:
                 tally.moved.woke = ("params",)
                 kinds |= PARAMS
@@ -447,19 +450,20 @@ class Residency:
     def _reload(self, asked: Callable[[], Asked]) -> Moved:
         def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], Wake]:
             kinds, groups, finds = asked()
-            wakes_params = any(group.is_away for group in groups)
+            asks, wakes_params = bool(kinds), any(group.is_away for group in groups)
             kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
             needs_weights = "optimizer" in kinds and self._lacks_weights
             places = {group.place for group in groups}
-            votes = finds, bool(kinds), wakes_params, needs_weights, suspended(), places
+            votes = finds, asks, bool(kinds), wakes_params, needs_weights, suspended(), places
             return (kinds, groups, Tally(self._device)), votes
 
         (kinds, groups, tally), votes = told_by_ranks(look)
-        finds, moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(4))
+        finds, asks, moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(5))
         _require_found(finds)
+        if asks or moves:  # what is here already uses NCCL too: a model that was made while all others were away
+            self._resume_nccl([nccl for *_, nccl, _ in votes])
         if not moves:
             return Moved()
-        self._resume_nccl([nccl for *_, nccl, _ in votes])
         asked_by_any = set[Any]().union(*(places for *_, places in votes)) - {None}
         known, needed = set(groups), set(self._weights.read_by_masters if needs_weights else ())
         others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]

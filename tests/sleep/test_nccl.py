@@ -6,6 +6,7 @@ import math
 import weakref
 from types import SimpleNamespace
 
+import both
 import children
 import fake_nccl
 import pytest
@@ -16,6 +17,7 @@ from test_sleeping_ranks import run_both
 
 import bridge_fgo
 from bridge_fgo.sleep import moved, nccl
+from bridge_fgo.sleep.weights import Weights
 
 pytestmark = [
     pytest.mark.usefixtures("cpu_standins"),
@@ -129,6 +131,42 @@ def test_every_residency_of_the_process_has_to_be_away_and_the_first_that_wakes_
     other.close()
     me.train()
     me.assert_as_resident()
+
+
+def test_a_reload_of_what_is_here_resumes_what_others_suspended_also_if_these_are_gone(monkeypatch, fakes, sleeper):
+    me = sleeper()
+    me._res = residency(me.training, nccl="suspend")
+    me.res.offload()
+    with torch.random.fork_rng():
+        other = bridge_fgo.Residency(torch.nn.Linear(4, 4))
+    assert fakes.are_suspended
+    monkeypatch.setattr(bridge_fgo.bridge.residency, "_open", weakref.WeakSet([other]))
+    with other.only([]):
+        assert fakes.are_suspended
+    other.reload()
+    assert not fakes.are_suspended and not nccl.suspended()
+    other.close()
+
+
+def test_weights_that_packed_masters_need_again_are_gathered_by_resumed_groups(monkeypatch, fakes, sleeper):
+    with bridge_fgo.install():
+        me, gathering, reload = sleeper(2), [], Weights.reload
+        me._res = residency(me.training, config=both.PACKED, nccl="suspend")
+        me.res.serve_states()
+        me.res.offload()
+        me.moment.sum()  # a reader that is served, as a checkpoint's
+        assert fakes.are_suspended
+
+        def reloads(weights, *what):
+            gathering.append(not fakes.are_suspended)
+            return reload(weights, *what)
+
+        monkeypatch.setattr(Weights, "reload", reloads)
+        assert me.res.offload().woke == ("params",)
+        assert gathering == [True] and fakes.are_suspended
+        me.res.reload()
+        me.train()
+        me.assert_as_resident()
 
 
 def test_the_setting_on_some_ranks_alone_is_an_error_on_all_of_them(monkeypatch):
