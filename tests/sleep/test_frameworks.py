@@ -557,7 +557,7 @@ def test_functions_behind_a_decorator_that_passes_all_on_are_patched(modules, sl
         wake()
 
 
-def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_costs_no_time_elsewhere(
+def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_elsewhere_in_each_tenth_sleep(
     modules, sleeper, monkeypatch
 ):
     """NeMo-RL's own function collects all. A thing in a circle that holds memory holds three times what counts."""
@@ -587,6 +587,14 @@ def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_co
                 assert gc.get_freeze_count() <= framework_moves.PYTHONS_OWN_FROZEN
                 wake()
                 gc.collect()
+            things.clear()
+            drop_old(0)
+            waited = []
+            for _ in range(framework_moves.MOST_OF_NEW):
+                sleep()
+                wake()
+                waited.append(len(things))
+            assert waited == [1] * (framework_moves.MOST_OF_NEW - 1) + [0], "one such sleep was before"
             gc.freeze()
             frozen = gc.get_freeze_count()
             sleep()
