@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections import Counter
 from typing import Any, override
 
 import torch
@@ -32,7 +33,7 @@ PIECE_BYTES = 32 * 2**20
 Copies back stay whole: no `.item()` is behind them, backward waits for them, and states would go between pieces.
 """
 CHECKED = "_bridge_fgo_checked"
-"""Attribute of a layer's state in Transformer Engine: its host memory was there."""
+"""Attribute of a layer's state in Transformer Engine: how many blocks of host memory were there for it, by size."""
 PIECES = "_bridge_fgo_pieces"
 """Attribute of a pool: its `_InPieces`."""
 
@@ -168,21 +169,24 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
 
 @_where_wanted
 def offloads_layer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse Transformer Engine's host copies of a layer for which this node has no memory, as it first makes them.
+    """Refuse Transformer Engine's host copies of a layer for which this node has no memory, before it makes them.
 
-    Later ones get the blocks of the first again, from PyTorch's allocator.
+    Later ones get the blocks of earlier ones again, from PyTorch's allocator, and are asked for what is more: the first
+    forwards may save nothing, without gradients, and microbatches get longer.
 
     Raises:
         ValueError: there is less than the blocks that it would pin.
     """
-    if not vars(instance).get(CHECKED):
-        setattr(instance, CHECKED, True)
-        # One that several operations save is copied once.
-        saved = {(tensor.data_ptr(), tensor.nbytes) for tensor in instance.fwd_gpu_tensor_group.tensor_list}
-        needed = sum(power_of_two_at_least(nbytes) for _, nbytes in saved)
+    # One that several operations save is copied once.
+    saved = {(tensor.data_ptr(), tensor.nbytes) for tensor in instance.fwd_gpu_tensor_group.tensor_list}
+    blocks = Counter(power_of_two_at_least(nbytes) for _, nbytes in saved)
+    there: Counter[int] = vars(instance).get(CHECKED, Counter())
+    if more := blocks - there:
+        needed = sum(more.elements())
         _refuse_shortage(
             needed, "model.cpu_offloading=True: Transformer Engine", "lower model.cpu_offloading_num_layers"
         )
+        setattr(instance, CHECKED, there | blocks)
     return wrapped(*args, **kwargs)
 
 

@@ -340,7 +340,7 @@ def test_host_memory_for_activations_of_experts_is_refused_too(offload, waits, h
         train(offload, ONE_STAGE, layers=[("moe_act",)])
 
 
-def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_once_before_they_are_copied(
+def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_before_they_are_copied_if_it_is_more(
     monkeypatch, cpu_standins
 ):
     """Transformer Engine's own class is not here: what is wrapped is a method of an object with its fields."""
@@ -348,19 +348,31 @@ def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_on
     monkeypatch.setattr(activation_offload, "free_for_each_rank", lambda: free)
     monkeypatch.setattr(activation_offload, "_are_added", True)
     saved, copied = torch.zeros(11), []  # 44 bytes: a block of 64
-    layer = SimpleNamespace(fwd_gpu_tensor_group=SimpleNamespace(tensor_list=[saved, saved, saved.clone(), saved[:3]]))
+    of_first = [saved, saved, saved.clone(), saved[:3]]
+    layer = SimpleNamespace(fwd_gpu_tensor_group=SimpleNamespace(tensor_list=[]))
 
     def offload():
         activation_offload.offloads_layer(lambda: copied.append(free), layer, (), {})
 
     offload()
+    assert copied == [free], "without gradients nothing is saved"
+    layer.fwd_gpu_tensor_group.tensor_list = of_first
+    offload()
     free = 0
     offload()
-    assert copied == [2 * 64 + 16, 0], "the second time its blocks are there"
+    assert copied == 2 * [2 * 64 + 16] + [0], "the second time its blocks are there"
+    layer.fwd_gpu_tensor_group.tensor_list = [*of_first, torch.zeros(64)]
+    free = 255
+    with pytest.raises(ValueError, match=r"each rank of this node can have"):
+        offload()
+    free += 1
+    offload()
+    assert copied[3:] == [256], "a longer one takes a block more"
+    layer.fwd_gpu_tensor_group.tensor_list = of_first
     layer = SimpleNamespace(fwd_gpu_tensor_group=layer.fwd_gpu_tensor_group)
     free = 2 * 64 + 15
     with pytest.raises(
         ValueError, match=r"model\.cpu_offloading=True: Transformer Engine pins .* lower model\.cpu_offl"
     ):
         offload()
-    assert len(copied) == 2
+    assert len(copied) == 4
