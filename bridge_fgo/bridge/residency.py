@@ -963,8 +963,9 @@ class Residency:
                     f"offload(grads='keep') takes {readable(needed)} of host memory, and host_memory_limit_gib leaves "
                     f"{readable(self._room)}: step or zero them before, or give Residency a higher limit"
                 )
-            self._lock(self._gradients.map_hosts())
-            self._room -= needed
+            hosts = self._gradients.map_hosts()
+            self._room -= needed  # also if the lock fails: they stay mapped, to be locked by another call
+            self._lock(hosts)
 
     def _wait_for_collectives(self) -> None:
         """Have the current stream wait for gathers and reductions in flight; DDP keeps the handles, and waits too."""

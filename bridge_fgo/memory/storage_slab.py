@@ -66,14 +66,11 @@ class StorageSlab:
         return [self._bytes[start:end] for start, end in self.ranges]
 
     def map_host(self) -> list[HostBuffer]:
-        """Map the host memory of the ranges; return the buffer where it is new and to be page-locked, or nothing."""
-        if self.host is not None or not self.copied_nbytes:
-            return []
-        if self.folder is not None:
-            self.host = FileBuffer(self.copied_nbytes, self.folder)
-            return []
-        self.host = HostBuffer(self.copied_nbytes)
-        return [self.host]
+        """Map the host memory of the ranges, once; return the buffer while it is to be page-locked, or nothing."""
+        if self.host is None and self.copied_nbytes:
+            nbytes, folder = self.copied_nbytes, self.folder
+            self.host = HostBuffer(nbytes) if folder is None else FileBuffer(nbytes, folder)
+        return [] if self.host is None or self.host.pinned_bytes or self.folder else [self.host]
 
     @property
     def unmapped_bytes(self) -> int:

@@ -119,6 +119,27 @@ def test_gradients_that_there_is_no_room_to_keep_are_refused_and_nothing_moves(s
     me.assert_as_resident()
 
 
+def test_kept_gradients_whose_host_memory_could_not_be_locked_count_once_and_are_locked_by_the_next_call(
+    sleeper, monkeypatch
+):
+    me, asked = sleeper(), []
+    me._res = residency(me.training, host_memory_limit_gib=1.0)
+    room = me.res._room
+
+    def locks(hosts):
+        asked.append(hosts)
+        if len(asked) == 1:
+            raise RuntimeError("raise `ulimit -l`")
+
+    monkeypatch.setattr(me.res, "_pins", True)
+    monkeypatch.setattr(residency_module, "page_lock", locks)
+    with pytest.raises(RuntimeError, match="ulimit"):
+        me.res.offload(grads="keep")
+    assert not me.res.away
+    me.res.offload(grads="keep")
+    assert asked[0] == asked[1] and room - me.res._room == sum(host.tensor.numel() for host in asked[0]) > 0
+
+
 @pytest.mark.parametrize("wrong", [0, -1.5, True, "8", float("nan")])
 def test_what_is_no_limit_is_refused(wrong):
     with pytest.raises(ValueError, match=r"host_memory_limit_gib=.*: use a number of GiB above 0"):
