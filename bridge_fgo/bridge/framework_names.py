@@ -41,17 +41,22 @@ def host_memory_limit_gib() -> float | None:
 
 def nccl() -> Literal["suspend"] | None:
     """Return what the environment has NCCL do, None where it says nothing, or raise ValueError."""
-    given = os.environ.get(NCCL, "")
-    if given not in ("", "suspend"):
+    if not (given := os.environ.get(NCCL, "")):
+        return None
+    if given != "suspend":
         raise ValueError(f"the environment variable {NCCL}={given!r}: use 'suspend', or leave it out")
-    return "suspend" if given else None
+    from bridge_fgo.sleep.nccl import refusal  # imports torch
+
+    if why := refusal():  # Residency would refuse each model, which then stays with the framework's own functions
+        raise ValueError(f"the environment variable {NCCL}={given!r}: {why}, or leave it out")
+    return "suspend"
 
 
 def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the names that are asked for: by "auto" all, by None those of the environment variable.
 
     Raises:
-        ValueError: a name is none of these, or `host_memory_limit_gib` or `nccl` raises one.
+        ValueError: a name is none of these, or `nccl` raises one.
     """
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
@@ -63,6 +68,5 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
                 f"{setting}: there is no framework {name!r}; use 'auto' or any of {', '.join(map(repr, FRAMEWORKS))}"
             )
     if names:
-        host_memory_limit_gib()
         nccl()
     return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))

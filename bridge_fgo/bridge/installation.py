@@ -140,13 +140,14 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
 
     Raises:
         ValueError: other settings are installed already, or `config` is not an `OffloadConfig`, or a framework is
-            unknown.
+            unknown, or what the environment says to sleeps is wrong, or cannot be honoured here.
         RuntimeError: the patches do not fit this Bridge or mcore. Nothing is patched then.
     """
     global _installation
     if config is not None and not isinstance(config, OffloadConfig):
         raise ValueError(f"bridge_fgo.install({config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
     names = framework_names.framework_names(frameworks)
+    framework_names.host_memory_limit_gib()  # mcore's own verbs keep to it too
     if _installation is not None:
         if config is not None and config != _installation.config:
             raise ValueError(
