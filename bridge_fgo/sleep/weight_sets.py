@@ -85,6 +85,7 @@ class WeightSets:
         self._own_buffers = self._buffers_on_host()
         for group in groups:
             if group in own:
+                group.trust_masters_of(own[group])  # after an error in the block they may come with the masters
                 tally.copy("params", group.copy_out(own[group]))
                 group.is_on_host = True
             else:

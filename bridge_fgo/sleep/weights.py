@@ -138,6 +138,10 @@ class WeightGroup(Storages):
         """Trust no masters until they are compared with the weights again."""
         self.rounded_digests, self.is_rounded = None, False
 
+    def trust_masters_of(self, digests: Digests) -> None:
+        """Trust masters that were offloaded before only if they round to weights with these sums."""
+        self.is_rounded = self.is_rounded and self.rounded_digests in (None, digests)
+
     def stale(self, digests: Digests) -> list[tuple[StorageSlab, tuple[int, ...]]]:
         """Return the slabs of which the host has no copy of weights with these sums, each with its sums."""
         pairs = zip(self.slabs, digests, strict=True)
@@ -399,8 +403,7 @@ class Weights(Storages):
         copied, sums = 0, digests_of(summed)
         with self._beside.after_current():
             for group, digests in zip(summed, sums, strict=True):
-                # Masters that were offloaded before round to what the weights were then.
-                group.is_rounded = group.is_rounded and group.rounded_digests in (None, digests)
+                group.trust_masters_of(digests)
                 if not group.is_rounded or self._wakes_alone or not group.stale(digests):
                     copied += group.copy_out(digests)
                     group.is_on_host = True

@@ -229,6 +229,18 @@ def test_after_an_error_in_the_block_a_reload_brings_the_models_own_and_training
     me.assert_as_resident()
 
 
+def test_after_an_error_weights_that_were_written_while_masters_were_away_are_not_rounded_from_these(sleeper):
+    me = sleeper()
+    me.res.keep("ref")
+    me.res.offload("optimizer")
+    me.weight.data.add_(1)
+    own = weights_of(me)
+    with pytest.raises(ZeroDivisionError), me.res.weights("ref"):
+        _ = 1 / 0
+    me.res.reload()
+    assert_weights(me, own)
+
+
 @pytest.mark.parametrize("where", ["fill", "copy_in", "copy_out"])
 def test_after_a_swap_that_failed_half_way_a_reload_brings_the_models_own(sleeper, monkeypatch, where):
     me = sleeper(experts=True)  # several buffers
