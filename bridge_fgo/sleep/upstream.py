@@ -199,5 +199,4 @@ def _states_of(optimizer: Any, config: OffloadConfig | None, limit: float = math
     )  # fmt: skip
     states = OptimizerStates(optimizer, whole, alone=True, host_bytes=_room(limit))
     _states.add(states)
-    states.engine.host_room = _room(limit)  # for background saves
     return states
