@@ -190,8 +190,8 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 def require_all_here() -> None:
     """Raise RuntimeError where something is away that the frameworks' own functions could not bring back."""
-    if any(res.away for res in _made):
-        gc.collect()  # a model that is gone is in a circle with its hooks
+    if _made:
+        gc.collect()  # a model that is gone is in a circle with its hooks, and closed in vain where others collected it
     for away in [res.away for res in _made if res.away]:
         raise RuntimeError(
             f"bridge_fgo cannot uninstall: {', '.join(map(repr, sorted(away)))} of a model are offloaded, and a "

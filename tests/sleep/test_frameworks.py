@@ -236,6 +236,25 @@ def test_an_uninstall_gives_back_the_frameworks_own_functions(modules, sleeper, 
     assert not hasattr(patched, "__wrapped__")
 
 
+def test_an_uninstall_closes_no_model_that_is_gone_as_other_ranks_may_have_collected_it(modules, sleeper, monkeypatch):
+    closed, close, me = [], bridge_fgo.Residency.close, sleeper()
+    monkeypatch.setattr(bridge_fgo.Residency, "close", lambda res: (closed.append(res), close(res)))
+    gc.disable()
+    try:
+        with bridge_fgo.install(frameworks="nemo_rl"):
+            _, sleep, wake = nemo_rl(me.training)
+            sleep()
+            wake()
+            worker = importlib.import_module(POLICY).MegatronPolicyWorkerImpl()
+            worker.model = torch.nn.Linear(2, 2)
+            for device in ("cpu", "cuda"):
+                worker.move_model(worker.model, device)
+            del worker
+    finally:
+        gc.enable()
+    assert len(closed) == 1
+
+
 def test_functions_that_were_imported_by_name_before_are_replaced_too_and_once(modules, capsys):
     engine, utils = importlib.import_module(ENGINE), importlib.import_module(UTILS)
     before = engine.load_megatron_model_to_gpu
