@@ -97,10 +97,15 @@ def test_a_name_that_stands_for_no_config_to_plan_is_answered_with_why(name, ans
 
 
 def test_a_saved_run_config_is_the_config_that_was_saved_and_another_file_is_refused_by_name(tmp_path):
+    from megatron.bridge.training.tokenizers.tokenizer import build_tokenizer
+    from megatron.core.timers import Timers
+
     path = str(tmp_path / "run_config.yaml")
     with bridge_fgo.install():
         saved = make_config(CpuOptions(offload=True))
-        saved.model.transformer_layer_spec = None
+        # As `setup()` does before a checkpoint saves the config.
+        saved.dataset.tokenizer = build_tokenizer(saved.tokenizer)
+        saved.model.timers = saved.optimizer.timers = Timers(0, "minmax")
         saved.to_yaml(path)
         config, gpus = recipes.load_config(path)
     assert (config.optimizer.offload_optimizer_states, gpus) == (True, None)

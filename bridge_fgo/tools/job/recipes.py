@@ -8,9 +8,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any
+
+import yaml
 
 from bridge_fgo.recipes import hf_config
 from bridge_fgo.recipes.catalog import RECIPES, Recipe
@@ -26,6 +30,9 @@ from bridge_fgo.tools.job.target import (
 
 NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file__).parent), importlib.__file__)
 """How the files of this package begin in a traceback, and those of an import."""
+
+OF_TRAINING = ("tokenizer", "timers")
+"""What Bridge's `setup()` sets in sections before a checkpoint saves them: objects, of which a class alone is saved."""
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:
@@ -56,11 +63,19 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
 
 
 def _saved(target: str) -> Any:
-    require_saved_config(Path(target))
+    sections = require_saved_config(Path(target))
     from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
 
+    register_allowed_target_prefix("bridge_fgo")  # the layers of the recipe tiny on a CPU
+    for section, name in product(("model", "optimizer", "dataset"), OF_TRAINING):
+        if isinstance(found := sections.get(section), dict):
+            found.pop(name, None)
     try:
-        return ConfigContainer.from_yaml(target)
+        with NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(sections, file)
+            file.flush()
+            return ConfigContainer.from_yaml(file.name)
     except Exception as error:  # OmegaConf's, Hydra's, and an assert on what is no run config
         why = f": {type(error).__name__}: {error}" if str(error) else ""
         raise ValueError(f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml){why}") from error
