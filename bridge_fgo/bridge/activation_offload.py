@@ -163,7 +163,8 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
             _refuse_shortage(power_of_two_at_least(tensor.nbytes), f"model.{ON}=True: mcore", to_do)
     if not hasattr(pool, PIECES):
         setattr(pool, PIECES, _InPieces())
-    with getattr(pool, PIECES):
+    # What mcore delays until after a layer's graph is copied in forward itself, which records gradients.
+    with getattr(pool, PIECES), torch.no_grad():
         return wrapped(*args, **kwargs)
 
 

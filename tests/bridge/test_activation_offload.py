@@ -263,6 +263,16 @@ def test_no_stream_gets_more_bytes_than_a_piece_before_another_has_its_turn(wait
         assert torch.equal(tensor, copy)
 
 
+def test_copies_that_mcore_delays_until_after_a_layers_graph_are_made_with_gradients_on_and_have_none(waits, pieces):
+    """Hooks of saved tensors get these as they are; mcore's forward flushes what it has delayed."""
+    saved = of(200).requires_grad_() * 1
+    for tensors in ([saved], [saved, saved]):  # whose buffers are taken again
+        with waits():
+            on_host, copied = pieces(*tensors)
+        assert copied.count("264") >= 2
+        assert all(torch.equal(copy, saved) and not copy.requires_grad for copy in on_host)
+
+
 def test_what_is_no_plain_row_of_bytes_is_copied_as_mcore_does(waits, pieces, monkeypatch):
     class Quantized(torch.Tensor):
         pass
