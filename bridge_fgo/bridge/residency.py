@@ -54,10 +54,17 @@ class Asked(NamedTuple):
     finds: bool = True
 
 
-Wake = tuple[bool, bool, bool, bool, bool, list[Key], set[Any]]
-"""What a rank tells before a reload: whether `where` holds for any parameter, whether anything is asked for, anything
-moves, parameters do and packed masters need theirs; what NCCL has suspended; and the places of the parameters that are
-asked for."""
+class Wake(NamedTuple):
+    """What a rank tells before a reload."""
+
+    finds: bool  # `where` holds for any parameter
+    asks: bool  # for any kind that it has
+    moves: bool  # something is away
+    wakes_params: bool
+    needs_weights: bool  # packed masters need their parameters
+    nccl: list[Key]  # what NCCL has suspended
+    places: set[Any]  # of the parameters that are asked for
+
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -454,17 +461,19 @@ class Residency:
             kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
             needs_weights = "optimizer" in kinds and self._lacks_weights
             places = {group.place for group in groups}
-            votes = finds, asks, bool(kinds), wakes_params, needs_weights, suspended(), places
-            return (kinds, groups, Tally(self._device)), votes
+            told = Wake(finds, asks, bool(kinds), wakes_params, needs_weights, suspended(), places)
+            return (kinds, groups, Tally(self._device)), told
 
-        (kinds, groups, tally), votes = told_by_ranks(look)
-        finds, asks, moves, wakes_params, needs_weights = (any(vote[i] for vote in votes) for i in range(5))
-        _require_found(finds)
-        if asks or moves:  # what is here already uses NCCL too: a model that was made while all others were away
-            self._resume_nccl([nccl for *_, nccl, _ in votes])
+        (kinds, groups, tally), ranks = told_by_ranks(look)
+        _require_found(any(rank.finds for rank in ranks))
+        moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
+        needs_weights = any(rank.needs_weights for rank in ranks)
+        # What is here already uses NCCL too: a model that was made while all others were away.
+        if moves or any(rank.asks for rank in ranks):
+            self._resume_nccl([rank.nccl for rank in ranks])
         if not moves:
             return Moved()
-        asked_by_any = set[Any]().union(*(places for *_, places in votes)) - {None}
+        asked_by_any = set[Any]().union(*(rank.places for rank in ranks)) - {None}
         known, needed = set(groups), set(self._weights.read_by_masters if needs_weights else ())
         others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]
         if any(group.is_away for group in others):

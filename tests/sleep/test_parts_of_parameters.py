@@ -200,8 +200,9 @@ def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, m
 
     def with_another(act):
         own, votes = told(act)
-        another = (True, True, True, False, [], {dense.place})  # a rank that asks for the other one
-        return own, [*votes, another] if isinstance(votes[0], tuple) and len(votes[0]) == 6 else votes
+        if isinstance(votes[0], residency.Wake):
+            votes = [*votes, votes[0]._replace(places={dense.place})]  # a rank that asks for the other one
+        return own, votes
 
     for group in (dense, of_experts):
         group.place = (me.res._weights.groups.index(group), 0)
