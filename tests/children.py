@@ -11,7 +11,7 @@ import forked
 from forked import Server, join
 
 RANKS = Server("fault_child", "rank_child", "restart_child", "rl_child", "frozen", server=forkserver._forkserver)
-"""Of multiprocessing itself: from it come also the processes that Bridge and NVRx start by that."""
+"""multiprocessing's own fork server, which also forks the processes that Bridge and NVRx start by multiprocessing."""
 start, run_python, Program = RANKS.start, RANKS.run, partial(forked.Program, RANKS)
 
 

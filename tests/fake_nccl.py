@@ -42,7 +42,7 @@ class Fakes:
     def __init__(self, set_attribute):
         """set_attribute: `setattr`, or a monkeypatch's."""
         self._made, self.log, self.used = {}, [], []
-        """What has been suspended (True) and resumed, in this order; and what was used while suspended."""
+        """`log` lists suspensions (True) and resumptions in their order, `used` the groups used while suspended."""
         self.before = self.after = lambda fake: None
         """Called with what is suspended or resumed, before all its ranks have come to it, and after."""
         set_attribute(nccl, "_nccl_of", self._of)

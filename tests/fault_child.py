@@ -174,7 +174,7 @@ VERBS = {
     "drop": (_keep_another, lambda res: res.drop("again")),
     "close": (KINDS, lambda res: res.close()),
 }
-"""What is away before, or what prepares it, and the verb."""
+"""For each name: the kinds that are offloaded before, or a function that prepares, and the verb."""
 
 LOCAL = ("drop",)
 """Verbs in which no other rank takes part."""
@@ -183,10 +183,10 @@ PACKED_TOO = ("offload", "reload", "reload of states and gradients")
 """Verbs that do something else where masters are packed."""
 
 FALLIBLE = ("sleep", "bridge/residency.py", "memory/storage_slab.py", "memory/transfers.py", "memory/host_buffer.py")
-"""Where in the package the functions are that a verb calls, each of which may fail."""
+"""Files of the package with the functions that a verb calls, each of which may fail."""
 
 OF_CLOSE = ("engines/native.py", "memory/slab.py")
-"""Where there are others that fail in `close`."""
+"""Files with more functions that `close` calls."""
 
 VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "_make", "offload", "_offload", "reload", "_reload", "close")),

@@ -1,6 +1,6 @@
 """Wrappers of mcore's fine-grained activation offload: they add what its copies lack (read in mcore 0.19.2).
 
-And one of Transformer Engine's offload of whole layers, whose copies lack nothing (read in 2.17): a check of memory.
+Another wrapper checks host memory before Transformer Engine offloads a whole layer; its copies lack nothing (2.17).
 
 mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. Inside
 the capture of a layer's CUDA graph mcore waits for no event, because the graphs of forward and backward wait for whole
@@ -163,7 +163,7 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
             _refuse_shortage(power_of_two_at_least(tensor.nbytes), f"model.{ON}=True: mcore", to_do)
     if not hasattr(pool, PIECES):
         setattr(pool, PIECES, _InPieces())
-    # What mcore delays until after a layer's graph is copied in forward itself, which records gradients.
+    # mcore delays some copies until after a layer's graph. It makes them in forward, where autograd records.
     with getattr(pool, PIECES), torch.no_grad():
         return wrapped(*args, **kwargs)
 

@@ -47,15 +47,15 @@ PARAMS = frozenset[Kind](("params",))
 
 
 class Asked(NamedTuple):
-    """What a verb is asked to move; `finds`: whether its `where` holds for any parameter of this rank."""
+    """A verb moves these on this rank."""
 
     kinds: frozenset[Kind]
     groups: list[WeightGroup]  # of "params"
-    finds: bool = True
+    finds: bool = True  # `where` holds for a parameter of this rank
 
 
 class Wake(NamedTuple):
-    """What a rank tells before a reload."""
+    """A rank tells the others this before a reload."""
 
     finds: bool  # `where` holds for any parameter
     asks: bool  # for any kind that it has
@@ -468,7 +468,7 @@ class Residency:
         _require_found(any(rank.finds for rank in ranks))
         moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
         needs_weights = any(rank.needs_weights for rank in ranks)
-        # What is here already uses NCCL too: a model that was made while all others were away.
+        # Resume also where nothing moves: a model that was made while all others were away uses NCCL.
         if moves or any(rank.asks for rank in ranks):
             self._resume_nccl([rank.nccl for rank in ranks])
         if not moves:

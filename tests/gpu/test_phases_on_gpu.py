@@ -134,7 +134,7 @@ def test_every_use_of_what_is_away_is_refused_by_name_and_training_goes_on_bitwi
 
 
 def test_weights_that_are_kept_swap_in_bitwise_and_a_choice_of_parameters_sleeps_alone() -> None:
-    """What differs crosses the link, once each way; its seconds are printed beside the link's."""
+    """A swap copies what differs, once each way; its seconds are printed beside the link's."""
     small = ("--frozen", "--layers", "8")
     swapped, never = arm("--sleep", "swapped", *small), arm("--sleep", "never", "--steps", "3", *small)
     assert (swapped["losses"], swapped["sums"]) == (never["losses"], never["sums"])

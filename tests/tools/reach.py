@@ -200,7 +200,7 @@ def main() -> None:
         import_bridge()
         functions = config_functions()
         modules, names = read_from_sources(), names_of(functions.values())
-        for function in functions.values():  # what `plan` reads without an import is what is there
+        for function in functions.values():  # `plan` finds the same functions without an import
             named = [name for name in names[function] if modules.get(name) == function.__module__]
             assert named or function.__module__ != modules.get(function.__name__)
         with without_gpu(), without_hugging_face():

@@ -17,7 +17,7 @@ def run(name, seconds, *loops_of_ranks, released=0):
     """An arm with these seconds from the seventh step on, and these loop times on each rank."""
     made_up = arm(name, [*COLD, *seconds], 40 * GB, released)
     if loops_of_ranks:
-        # What comes before the seventh step does not count.
+        # Steps before the seventh do not count.
         made_up.result["host_loop_seconds_of_ranks"] = [[1e-9] * len(COLD) + list(loops) for loops in loops_of_ranks]
     made_up.result["step_seconds"] = [*COLD, *seconds]
     return made_up

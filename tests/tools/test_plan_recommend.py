@@ -105,7 +105,7 @@ def test_activation_offload_is_compared_with_states_within_five_percent_of_what_
 
 
 LONG, SHORT = PRESETS["long"], PRESETS["short"]
-# Of the same kind: resident, with the states offloaded, and with the gradients too, where that was compared.
+# The same for gradients: resident, with states offloaded, and with gradients too where that was compared.
 WITH_GRADIENTS = {
     f"{LONG} --layers 12 --gbs 6": (2.258, (2.286, 51.24), (2.286, 48.98)),
     f"{LONG} --layers 8 --gbs 3": (0.776, (0.802, 38.22), (0.799, 36.40)),

@@ -32,7 +32,7 @@ NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file_
 """How the files of this package begin in a traceback, and those of an import."""
 
 OF_TRAINING = ("tokenizer", "timers")
-"""What Bridge's `setup()` sets in sections before a checkpoint saves them: objects, of which a class alone is saved."""
+"""Bridge's `setup()` sets objects under these names, of which a checkpoint saves the class alone."""
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:

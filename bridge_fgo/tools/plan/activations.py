@@ -50,7 +50,7 @@ WITHIN = {False: set[str](), True: {"moe_act", "shared_experts"}}
 """Modules that a recomputed "moe" has within it, by whether it is recomputed."""
 
 CHUNK_MISMATCH = "with several model chunks a rank mcore 0.19.2 ends with its own error (Chunk mismatch)"
-"""What becomes of its activation offload then, as seen on an H200."""
+"""mcore's activation offload ends so (seen on an H200)."""
 NOT_COUNTED = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",

@@ -34,7 +34,7 @@ HYBRID_SECONDS = 0.969 / 1.641e9
 with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`). Where
 several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
 AGAIN = " recomputed"
-"""How the names of kinds of recomputation end."""
+"""The names of kinds of recomputation end with this."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
