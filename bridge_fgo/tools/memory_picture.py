@@ -1,15 +1,14 @@
-"""Pictures of memory: what it holds by kind, in the phases of an iteration or on the stages of a plan."""
+"""The picture of `bridge-fgo demo --rl`: what memory holds by kind, in the phases of an iteration."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bridge_fgo.tools.arms.runner import ArmRun
 from bridge_fgo.tools.bench.plots import save_picture
-from bridge_fgo.tools.show import unit_of
+from bridge_fgo.tools.show import readable_bytes
 
 KINDS = {
     "params": ("parameters", "tab:blue"),
@@ -19,21 +18,6 @@ KINDS = {
     "others": ("activations and the rest", "tab:green"),
 }
 """Kinds of memory: what to call them, and their colours."""
-LEAST_SHARE = 0.005  # of the highest bar; a kind below it is too thin to be seen, and not in the legend
-FAR_ABOVE = 4  # times the highest bar, from which the line of the room would leave the bars too small to read
-ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # so that a line across text leaves it readable
-
-
-@dataclass(frozen=True)
-class State:
-    """A bar: a phase of an iteration, or a stage of a plan."""
-
-    name: str
-    bytes: dict[str, int]  # on the device, by kind; see `KINDS`
-    seconds: float | None = None  # of the move that leads to it; None where nothing moves
-    copied: int | None = None  # bytes of that move
-
-
 NAMES = {
     "begins": "trained",
     "asleep": "asleep",
@@ -41,7 +25,16 @@ NAMES = {
     "reference wakes": "reference:\nlog-probs",
     "awake": "awake:\ntraining",
 }
-"""Phases of a run that are drawn, and what they are called."""
+"""Phases that are drawn, and what they are called."""
+
+
+class State(NamedTuple):
+    """A bar: a phase of an iteration."""
+
+    name: str
+    bytes: dict[str, int]  # on the device, by kind; see `KINDS`
+    seconds: float | None = None  # of the move that leads to it; None where nothing moves
+    copied: int | None = None  # bytes of that move
 
 
 def states_of_run(arm: ArmRun) -> list[State]:
@@ -67,40 +60,28 @@ def states_of_run(arm: ArmRun) -> list[State]:
     return found
 
 
-def draw_memory(states: list[State], path: Path, title: str, room: float | None = None) -> None:
-    """Draw states of memory into a picture, its format by the file's name; ValueError without matplotlib."""
-    save_picture(path, lambda pyplot: figure_of(states, pyplot, title, room))
+def draw_memory(states: list[State], path: Path) -> None:
+    """Draw a bar a state, under it what its move took, in a format by the file's name; raise as `save_picture`."""
 
+    def draw(pyplot: Any) -> Any:
+        figure, axes = pyplot.subplots(figsize=(9.0, 4.5), layout="constrained")
+        bottoms = [0.0] * len(states)
+        for kind, (name, colour) in KINDS.items():
+            heights = [state.bytes.get(kind, 0) / 1e9 for state in states]
+            axes.bar(range(len(states)), heights, 0.7, bottom=bottoms, color=colour, label=name)
+            bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
+        for place, top in enumerate(bottoms):
+            axes.text(place, top, readable_bytes(1e9 * top), ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
+        axes.set_ylabel("GB")
+        axes.margins(y=0.1)
+        axes.set_title("One iteration, as it was measured", fontsize=10)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return figure
 
-def figure_of(states: list[State], pyplot: Any, title: str, room: float | None = None) -> Any:
-    """Return the figure: a bar a state, under it what its move took, and a line at the bytes that a job has room in."""
-    figure, axes = pyplot.subplots(figsize=(max(9.0, 0.75 * len(states) + 2), 4.5), layout="constrained")
-    tops = [sum(state.bytes.values()) for state in states]
-    unit, size = unit_of(max(tops))
-    bottoms = [0.0] * len(states)
-    for kind, (name, colour) in KINDS.items():
-        heights = [state.bytes.get(kind, 0) / size for state in states]
-        seen = max(heights) >= LEAST_SHARE * max(tops) / size
-        axes.bar(range(len(states)), heights, 0.7, bottom=bottoms, color=colour, label=name if seen else None)
-        bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
-    for place, top in enumerate(tops):
-        label = f"{top / size:.4g} {unit}" if top > 1e-3 * max(tops) else "0"
-        axes.text(place, top / size, label, ha="center", va="bottom", fontsize=8, bbox=ON_WHITE)
-    if room is not None and room <= FAR_ABOVE * max(tops):
-        axes.axhline(room / size, color="black", linewidth=1, linestyle=":", label="room")
-    axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
-    axes.set_ylabel(unit)
-    axes.margins(y=0.1)
-    axes.set_title(title, fontsize=10)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    save_picture(path, draw)
 
 
 def _label(state: State) -> str:
-    lines = [state.name]
-    if state.copied is not None:
-        unit, size = unit_of(state.copied)
-        lines.append(f"copies {state.copied / size:.3g} {unit}")
-    if state.seconds is not None:
-        lines.append(f"{state.seconds:.3f} s")
-    return "\n".join(lines)
+    copies = [] if state.copied is None else [f"copies {readable_bytes(state.copied)}"]
+    return "\n".join([state.name, *copies, *([] if state.seconds is None else [f"{state.seconds:.3f} s"])])

@@ -55,7 +55,7 @@ def run(settings: Settings) -> int:
     same_rewards = resident.values("reward") == sleeping.values("reward")
     equal = {"rewards": same_rewards, **compare(resident, sleeping).parts}
     if settings.picture is not None:
-        draw_memory(states_of_run(sleeping), settings.picture, "One iteration, as it was measured")
+        draw_memory(states_of_run(sleeping), settings.picture)
     if settings.json_output:
         print(json.dumps(json_report(resident, sleeping, equal), allow_nan=False))
     else:

@@ -19,16 +19,11 @@ def spinner(text: str) -> Iterator[None]:
         yield
 
 
-def unit_of(nbytes: float) -> tuple[str, float]:
-    """Return the largest unit of bytes in which a number has a digit before the point, and the unit's bytes."""
-    return next(((name, size) for name, size in UNITS if abs(nbytes) >= size), ("B", 1.0))
-
-
 def readable_bytes(count: float | None) -> str:
-    """Return a number of bytes in its `unit_of`."""
+    """Return a number of bytes in the largest unit in which it has a digit before the point."""
     if count is None:
         return "-"
-    unit, size = unit_of(count)
+    unit, size = next((unit for unit in UNITS if abs(count) >= unit[1]), ("B", 1.0))
     return f"{count / size:.2f} {unit}" if size > 1 else f"{count:.0f} B"
 
 

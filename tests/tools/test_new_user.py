@@ -62,7 +62,7 @@ COMMANDS = [
     ("plan no_such_package.recipes:mine", 2, "bridge-fgo plan: recipe 'no_such_package.recipes:mine'", LIGHT),
     ("plan job.log", 2, "bridge-fgo plan: job.log: has no error of PyTorch's, 'CUDA out of memory.", LIGHT),
     ("plan tiny --gpus 0", 2, "Usage: bridge-fgo plan", LIGHT),
-    ("plan tiny --picture nowhere/x.png", 2, "Usage: bridge-fgo plan", LIGHT),
+    ("demo --rl --picture nowhere/x.png", 2, "Usage: bridge-fgo demo", LIGHT),
     ("report nothere.log", 2, "bridge-fgo report: ", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H100 --check", 1, "Does not fit on 8 GPUs of H100: peak ", TORCH),
     ("plan llama3_70b_64gpu --system GB200 --check", 0, "Fits on 64 GPUs of GB200: peak ", TORCH),

@@ -13,7 +13,7 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.plan import estimate, recommend
 from bridge_fgo.tools.plan.compute import Compute
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.report import as_json, print_estimate, states_of_stages
+from bridge_fgo.tools.plan.report import as_json, print_estimate
 from bridge_fgo.tools.plan.systems import links
 
 GB = 10**9
@@ -60,8 +60,6 @@ def test_gradients_count_at_the_peak_as_far_as_they_are_there(microbatches, buck
     assert stage.offloaded_peak == stage.peak(stage.away) - stage.spared == as_json(plan)["stages"][0]["peak_offloaded"]
     in_step = stage.parameters + stage.gradients + stage.other + 2 * max(stage.states.transits)
     assert stage.least_budget == max(stage.offloaded_peak, in_step), "the optimizer's step has every gradient"
-    resident, offloaded = (state.bytes for state in states_of_stages(plan))
-    assert resident["grads"] - offloaded["grads"] == stage.spared
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the plan says first, whether a job fits, and what its picture shows of that, read from the figure itself."""
+"""What the plan says first: whether a job fits."""
 
 import json
 from dataclasses import replace
@@ -9,14 +9,12 @@ import torch
 from by_hand import held_in_shares
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.bench.plots import agg_pyplot
 from bridge_fgo.tools.job.held import Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
-from bridge_fgo.tools.memory_picture import figure_of
 from bridge_fgo.tools.plan import command
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.report import as_json, print_estimate, states_of_stages, title_and_room
+from bridge_fgo.tools.plan.report import as_json, print_estimate
 from bridge_fgo.tools.plan.systems import LEFT_FREE, SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Outcome, lines, verdicts
 
@@ -148,64 +146,3 @@ def test_an_h100_is_planned_as_the_h200_was_measured():
         assert h100.of_node_with(gpus).figures == h200.of_node_with(gpus).figures
     assert not h100.measured and h200.measured
     assert LEFT_FREE == 16 and 142.2e9 <= SYSTEMS["H200"].gpu_bytes * (1 - 1 / 18) < 142.5e9
-
-
-# --- the picture ---
-
-
-@pytest.fixture
-def drawn():
-    """Returns the axes of an estimate's figure, and whatever of it reaches beyond the picture's edge."""
-    pyplot = agg_pyplot()
-
-    def draw(*arguments, **changes):
-        made = estimate(*arguments, **changes)
-        title, room = title_and_room(made)
-        figure = figure_of(states_of_stages(made), pyplot, title, room)
-        figure.canvas.draw()
-        (axes,) = figure.axes
-        whole = figure.bbox.padded(1)
-        artists = (axes.title, axes.get_legend(), axes.yaxis.label, *axes.texts)
-        extents = {artist: artist.get_window_extent() for artist in artists}
-        beyond = [a for a, box in extents.items() if not (whole.contains(*box.min) and whole.contains(*box.max))]
-        return axes, beyond
-
-    yield draw
-    pyplot.close("all")
-
-
-def lines_at(axes) -> list[float]:
-    return [line.get_ydata()[0] for line in axes.lines]
-
-
-def test_the_line_is_the_room_of_the_system_asked_for_and_each_bar_has_its_figure(drawn):
-    (found,) = verdicts(estimate(7.0, 20.0, system="H200"))
-    axes, beyond = drawn(7.0, 20.0, system="H200")
-    assert found.outcome is Outcome.with_offload
-    assert lines_at(axes) == [found.room / GB] and beyond == []
-    # 7 billion parameters: 18 bytes each, of which 12 leave; 20 GB of activations, 0.1 of workspaces.
-    assert [text.get_text() for text in axes.texts] == ["146.1 GB", "62.1 GB"]
-    assert "H200 has room for 141 GB" in axes.get_title()
-    assert lines_at(drawn(8.0, 20.0)[0]) == [], "of several systems none is drawn"
-
-
-def test_sixteen_stages_are_drawn_whole_and_no_text_lies_on_another(drawn):
-    chunk = job(8.0).stages[0]
-    pipeline = Parallel(gpus=16, tensor=1, pipeline=16, context=1, expert=1, expert_tensor=1)
-    axes, beyond = drawn(8.0, 20.0, system="H200", stages=[chunk] * 16, parallel=pipeline)
-    boxes = [text.get_window_extent() for text in (*axes.texts, *axes.get_xticklabels())]
-    assert len(axes.get_xticks()) == 32 and beyond == []
-    assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])
-
-
-def test_memory_far_above_does_not_flatten_the_bars(drawn):
-    axes, beyond = drawn(0.1, 0.1, system="H200")
-    assert lines_at(axes) == [] and axes.get_ylim()[1] < 3 and beyond == []
-
-
-def test_the_legend_has_what_can_be_seen_and_the_title_is_whole(drawn):
-    axes, beyond = drawn(8.0, None, system="H200")
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "room", "parameters", "gradients", "masters and moments"
-    ]  # fmt: skip
-    assert "without activations" in axes.get_title() and beyond == []

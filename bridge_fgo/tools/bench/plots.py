@@ -89,19 +89,12 @@ def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
 def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
     """Write the figure that `make` returns, given pyplot, to a file in its format; ValueError without matplotlib."""
     try:
-        pyplot = agg_pyplot()
+        import matplotlib
     except ImportError:
         raise ValueError(f"{path.name}: pictures need matplotlib: pip install 'bridge-fgo[bench]'") from None
+    matplotlib.use("Agg")  # which draws to files and needs no display
+    from matplotlib import pyplot
+
     figure = make(pyplot)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def agg_pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws to files and needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

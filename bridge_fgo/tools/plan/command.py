@@ -1,4 +1,4 @@
-"""`bridge-fgo plan`: from a recipe or a saved run config to tables, JSON and a picture."""
+"""`bridge-fgo plan`: from a recipe or a saved run config to tables or JSON."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rich.console import Console
 
 from bridge_fgo.options import command_line
 from bridge_fgo.tools.job.job import read_job
-from bridge_fgo.tools.memory_picture import draw_memory
 from bridge_fgo.tools.plan.estimate import make_estimate, not_counted
 from bridge_fgo.tools.plan.log import Log
 from bridge_fgo.tools.plan.options import Settings
-from bridge_fgo.tools.plan.phases import plan_phases, print_phases, states_of_plan
+from bridge_fgo.tools.plan.phases import plan_phases, print_phases
 from bridge_fgo.tools.plan.recommend import Recommender
-from bridge_fgo.tools.plan.report import as_json, print_estimate, states_of_stages, title_and_room
+from bridge_fgo.tools.plan.report import as_json, print_estimate
 from bridge_fgo.tools.plan.shortage import Shortage
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
@@ -54,11 +53,6 @@ def run(settings: Settings, log: Log | None = None) -> int:
         on = settings if way is recommendation.advised else replace(settings, gpus=way.gpus)
         recommendation = replace(recommendation, command=check_of(on, way.overrides))
     phases = plan_phases(estimate, settings.host_memory_limit_gib) if settings.phases else None
-    if settings.picture is not None and phases is not None:
-        title = f"An iteration of reinforcement learning on stage {phases.fullest.stage}, as planned"
-        draw_memory(states_of_plan(phases, estimate), settings.picture, title)
-    elif settings.picture is not None:
-        draw_memory(states_of_stages(estimate), settings.picture, *title_and_room(estimate))
     first: list[str] = []
     if shortage is not None and recommendation is not None:
         first = list(shortage.lines(recommendation))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
-from bridge_fgo.tools.settings import JobSettings, in_a_folder, option
+from bridge_fgo.tools.settings import JobSettings, option
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,6 @@ class Settings(JobSettings):
     ] = False
     host_memory_limit_gib: Annotated[
         float | None, option("With --phases: a Residency's limit of a rank's host memory, GiB.")
-    ] = None
-    picture: Annotated[
-        Path | None,
-        option("Draw the components, with --phases an iteration (matplotlib).", metavar="FILE", callback=in_a_folder),
     ] = None
 
     def __post_init__(self) -> None:

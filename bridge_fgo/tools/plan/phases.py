@@ -17,8 +17,6 @@ from rich.console import Console
 from bridge_fgo.sleep.states import WHOLE_MASTERS
 from bridge_fgo.sleep.weights import fitting
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.memory_picture import NAMES, State
-from bridge_fgo.tools.plan.activations import workspace_bytes
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
 from bridge_fgo.tools.plan.report import seconds as in_seconds
@@ -253,26 +251,3 @@ def print_phases(console: Console, phases: Phases) -> None:
     print_lines(console, phases.notes)
     for refusal in phases.refusals:
         console.print(f"refused by Residency: {refusal}", markup=False, style="red")
-
-
-def states_of_plan(phases: Phases, estimate: Estimate) -> list[State]:
-    """Return the phases of an iteration of the fullest stage for `draw_memory`.
-
-    Seconds where one system was asked for. Activations that are not known are left out.
-    """
-    stage = phases.fullest
-    activations = estimate.stages[stage.stage].activations or 0
-    seconds = phases.seconds[0][1] if len(phases.seconds) == 1 else {}
-    copied = {move.name: move.copied for move in stage.moves}
-    none = {"params": 0, "grads": 0, "optimizer": 0, "reference": 0, "others": stage.stays}
-    alone = none | {"params": stage.params}
-    trained = alone | {"grads": stage.grads, "optimizer": stage.optimizer}
-    awake = trained | {"others": stage.stays + activations + workspace_bytes(estimate.job)}
-    moves = (
-        ("asleep", none, SLEEP),
-        ("params wake", alone, ALONE),
-        ("reference wakes", alone | {"reference": stage.reference}, REFERENCE),
-        ("awake", awake, REST),
-    )
-    woken = [State(NAMES[phase], held, seconds.get(move), copied[move]) for phase, held, move in moves]
-    return [State(NAMES["begins"], trained), *woken]

@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bridge_fgo.tools.memory_picture import State
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.recommend import Recommendation
 from bridge_fgo.tools.plan.verdict import lines, verdicts
@@ -188,25 +187,3 @@ def _print_gradients(console: Console, estimate: Estimate, moving: int) -> None:
         f"the next, {crossing} GB over the link a step. They hide where forward and backward of a microbatch take this "
         f"many seconds: {', '.join(enough)}."
     )
-
-
-def states_of_stages(estimate: Estimate) -> list[State]:
-    """Return the fullest rank of each stage for `draw_memory`, resident and offloaded; unknown activations are 0."""
-    found = []
-    for stage in estimate.stages:
-        kinds = {"params": stage.parameters, "grads": stage.gradients, "optimizer": stage.states.total}
-        resident = kinds | {"others": (stage.activations or 0) + stage.other}
-        away = {"grads": stage.gradients - stage.spared, "optimizer": stage.states.total - stage.away}
-        found.append(State(f"stage {stage.stage}\nresident", resident))
-        found.append(State(f"stage {stage.stage}\noffloaded", resident | away))
-    return found
-
-
-def title_and_room(estimate: Estimate) -> tuple[str, int | None]:
-    """Return the title of the stages' picture, and the bytes that a job has room in where one system was asked for."""
-    known = "at the peak of forward and backward"
-    title = f"The fullest rank of each stage, {known if estimate.knows_activations else 'without activations'}"
-    found = verdicts(estimate)
-    if len(found) > 1:
-        return title, None
-    return f"{title}\n{found[0].system} has room for {found[0].room / 1e9:.0f} GB", found[0].room
