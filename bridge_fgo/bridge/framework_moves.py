@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import sys
 import warnings
 import weakref
@@ -23,12 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib, nccl
+from bridge_fgo.bridge.framework_names import frozen_folder, host_memory_limit_gib, nccl
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
 from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES, Kind
-from bridge_fgo.sleep.weights import Where
 
 _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
 """For each optimizer the chunks of its model."""
@@ -62,8 +60,8 @@ class Move(NamedTuple):
     kinds: Sequence[Kind]
     model: Any
     optimizer: Any = None
-    where: Where | None = None
-    """Which parameters are reloaded; None for all."""
+    trained_alone: bool = False
+    """Of parameters, whether those alone are reloaded that train."""
     result: Any = None
     """The call returns this."""
     offloads_after: Sequence[Kind] = ()
@@ -96,7 +94,7 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         elif is_outermost and move.offloads:
             res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
         elif is_outermost:
-            res.reload(move.kinds, where=move.where)
+            (res.reload_trained if move.trained_alone else res.reload)(move.kinds)
         if not then:
             return move.result
         _moved.add(res)
@@ -162,7 +160,7 @@ def _residency(move: Move, make: bool) -> Residency | None:
             chunks,
             optimizer,
             host_memory_limit_gib=host_memory_limit_gib(),
-            frozen_folder=os.environ.get(FOLDER) if _has_frozen(chunks) else None,
+            frozen_folder=frozen_folder() if _has_frozen(chunks) else None,
             nccl=nccl(),
         )
     except ValueError as error:
@@ -222,8 +220,7 @@ def _verl_offload_model(_: Any, models: Any) -> Move:
 def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
     # verl's own leaves frozen parameters of DDP's models alone, and loads other models whole.
     is_whole = load_frozen_params or not _has_ddp(_chunks(models))
-    where = None if is_whole else lambda _, param: param.requires_grad
-    return Move(False, _kinds(params=True, grads=load_grad), models, where=where)
+    return Move(False, _kinds(params=True, grads=load_grad), models, trained_alone=not is_whole)
 
 
 def _verl_move_optimizer(offloads: bool) -> Plan:

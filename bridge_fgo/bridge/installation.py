@@ -154,10 +154,10 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
                 f"bridge_fgo.install({config}) after install({_installation.config}): call bridge_fgo.uninstall() "
                 "first to change the settings"
             )
-        _installation.calls += 1
         _installation.add_frameworks(names)
         _installation.apply_loaded()
         _hook(_installation.modules)
+        _installation.calls += 1  # last: the block of a call that failed never ends
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
     installation.add_frameworks(names)

@@ -164,7 +164,8 @@ class Residency:
                 f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
                 f"state and {params} of parameters (on the rank with most), which stay on the GPU"
             )
-        self._pins = self._device.type == "cuda" and (config is None or config.pin_memory)
+        settings = config if self._states is None else self._states.config
+        self._pins = self._device.type == "cuda" and (settings is None or settings.pin_memory)
         hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
@@ -452,6 +453,10 @@ class Residency:
             RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
         return self._reload(lambda: self._asked(kinds, more, where))
+
+    def reload_trained(self, kinds: Kinds) -> Moved:
+        """Do as `reload`, of "params" with those that train; that none do on any rank is no error."""
+        return self._reload(lambda: self._asked(kinds, (), lambda _, param: param.requires_grad)._replace(finds=True))
 
     @_verb
     def _reload(self, asked: Callable[[], Asked]) -> Moved:

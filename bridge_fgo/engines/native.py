@@ -57,7 +57,7 @@ class NativeEngine(CheckpointingEngine):
         self.sources, self.traffic = list(sources), Traffic()
         asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
         self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
-        self._config = config
+        self.config = config
         device = sources[0].device if sources else torch.device("cpu")
         self._transfers = transfers = transfers or make_transfers(device, config)
         self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
@@ -120,6 +120,8 @@ class NativeEngine(CheckpointingEngine):
             started = time.perf_counter()
             page_lock(hosts)
             self.pin_seconds = time.perf_counter() - started
+        for host in self.hosts_beside:
+            host.is_to_lock = False  # by a Residency either, with pin_memory=False
         self.hosts_beside = []
 
     # Figures.
@@ -132,7 +134,7 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def held_budget_bytes(self) -> int | None:
-        return self._config.gpu_memory_budget_bytes if self.schedule.is_planned else None
+        return self.config.gpu_memory_budget_bytes if self.schedule.is_planned else None
 
     @property
     @override

@@ -120,11 +120,9 @@ class GradientBucket:
         return 0 if self._host is None else self._host.pinned_bytes
 
     def map_host(self) -> list[HostBuffer]:
-        """Map the host memory; return it where it is new and not page-locked yet, or nothing."""
-        if self._host is not None:
-            return []
-        self._host = HostBuffer(self.nbytes)
-        return [self._host]
+        """Map the host memory, once; return it while it is to be page-locked, or nothing."""
+        self._host = self._host or HostBuffer(self.nbytes)
+        return [self._host] if self._host.is_to_lock else []
 
     def close_host(self) -> None:
         """Let go of the host memory, if there is any."""

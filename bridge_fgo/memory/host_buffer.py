@@ -51,6 +51,7 @@ class HostBuffer:
             ) from error
         self.address = self.tensor.data_ptr()
         self.pinned_bytes = 0
+        self.is_to_lock = True  # whether `page_lock` is still to lock it, unless the settings have it unlocked
 
     def _map(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
@@ -62,7 +63,7 @@ class HostBuffer:
         self._unlock = weakref.finalize(self, _unlock, PageLock(address, nbytes), torch.cuda.current_device())
         # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
         self._unlock.atexit = False
-        self.pinned_bytes = nbytes
+        self.pinned_bytes, self.is_to_lock = nbytes, False
 
     def close(self) -> None:
         """Unlock the pages; the memory goes with the last reference to the tensor."""
@@ -81,6 +82,7 @@ class FileBuffer(HostBuffer):
     def __init__(self, nbytes: int, folder: Path) -> None:
         self._folder = folder
         super().__init__(nbytes)
+        self.is_to_lock = False
 
     @override
     def _map(self, nbytes: int) -> torch.Tensor:

@@ -70,7 +70,7 @@ class StorageSlab:
         if self.host is None and self.copied_nbytes:
             nbytes, folder = self.copied_nbytes, self.folder
             self.host = HostBuffer(nbytes) if folder is None else FileBuffer(nbytes, folder)
-        return [] if self.host is None or self.host.pinned_bytes or self.folder else [self.host]
+        return [self.host] if self.host is not None and self.host.is_to_lock else []
 
     @property
     def unmapped_bytes(self) -> int:

@@ -69,6 +69,7 @@ class OptimizerStates:
                 attached = NativeEngine([], WHOLE_MASTERS, self.meter)
         self.engine = attached
         if not self.is_owner:
+            self.config = attached.config
             own = {id(leaf) for leaf in self.optimizers}
             found = [source for source in attached.sources if isinstance(source, McoreSource)]
             self.sources = [source for source in found if id(source.optimizer) in own]

@@ -159,6 +159,11 @@ def test_a_block_takes_back_its_own_call_only_and_an_earlier_handle_leaves_a_lat
                 pass
             assert bridge_train.train_step is not original
     assert bridge_train.train_step is original
+    with pytest.MonkeyPatch.context() as changes, bridge_fgo.install() as handle:
+        changes.setattr(handle, "apply_loaded", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bridge_fgo.install()
+    assert bridge_train.train_step is original
     with bridge_fgo.install() as handle:
         handle.uninstall()
         assert bridge_train.train_step is original

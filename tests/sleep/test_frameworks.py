@@ -397,17 +397,19 @@ def test_the_environment_has_nccl_be_suspended(modules, sleeper, monkeypatch, cy
         (framework_names.LIMIT, "64 GiB", "use a number of GiB above 0"),
         (framework_names.NCCL, "off", "use 'suspend'"),
         (framework_names.NCCL, "suspend", "install a newer one, or leave it out"),
+        (framework_names.FOLDER, "/nowhere", "name a folder that has room"),
+        (framework_names.FOLDER, "/dev/shm", "name a folder on a disk"),
     ],
 )
 def test_what_the_environment_says_wrong_of_what_is_asked_for_is_an_error(modules, monkeypatch, name, given, use):
     monkeypatch.setenv(name, given)
     monkeypatch.setattr(nccl, "refusal", lambda: "install a newer one")
     if name == framework_names.LIMIT:
-        with pytest.raises(ValueError, match=f"{name}='{given}': {use}"):
+        with pytest.raises(ValueError, match=f"{name}.*='{given}'.*: .*{use}"):
             bridge_fgo.install()  # mcore's own verbs keep to it
     else:
         bridge_fgo.install().uninstall()
-    with pytest.raises(ValueError, match=f"{name}='{given}': {use}"):
+    with pytest.raises(ValueError, match=f"{name}.*='{given}'.*: .*{use}"):
         bridge_fgo.install(frameworks="verl")
 
 
@@ -471,6 +473,16 @@ def test_frozen_parameters_stay_away_where_the_adapters_alone_are_synced(asleep)
     assert all(torch.equal(p, was) for p, was in zip(me.ddp.parameters(), before, strict=True))
     me.train()
     me.assert_as_resident()
+
+
+def test_where_nothing_trains_no_parameters_are_loaded_without_the_frozen_ones(asleep):
+    me, utils, res = asleep()
+    me.ddp.requires_grad_(False)
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    utils.load_megatron_model_to_gpu(me.training.model, load_frozen_params=False)
+    assert res.away == {"params"}
+    utils.load_megatron_model_to_gpu(me.training.model)
+    assert not res.away
 
 
 def test_a_copy_of_a_sleeping_model_is_its_parameters_and_may_be_restored_asleep(asleep):

@@ -262,6 +262,15 @@ def test_a_lazy_backend_is_counted_and_not_suspended(monkeypatch, fakes, sleeper
     assert nccl.held_bytes() == 3000 * len(fakes.awake()) and not nccl.suspendable()
 
 
+def test_a_group_that_pytorchs_debug_mode_wraps_is_known_by_the_backend_inside(monkeypatch, sleeper):
+    sleeper(0)
+    monkeypatch.setattr(nccl, "BACKENDS", ("ProcessGroupGloo",))
+    gloo = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    wrapped = torch.distributed.distributed_c10d._ProcessGroupWrapper(gloo, gloo)
+    group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=lambda device: wrapped)
+    assert type(wrapped) is not type(gloo) and nccl._nccl_of(group) is gloo
+
+
 def test_a_group_with_processes_outside_of_the_job_is_left_alone():
     mine, engines = ("tp", 2, hash((0, 1))), ("weight sync", 3, hash((0, 1, 2)))
     assert nccl._told_by_all([[mine, engines], [mine]]) == {mine}
