@@ -41,16 +41,17 @@ from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend,
 from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
 from bridge_fgo.sleep.states import OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
-from bridge_fgo.sleep.weights import HostParam, WeightGroup, Weights, Where, fitting
+from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
 
-PARAMS = frozenset[Kind](("params",))
+Unit = WeightSlab | Gradients | OptimizerStates
+"""Moves as one."""
 
 
 class Asked(NamedTuple):
     """A verb moves these on this rank."""
 
-    kinds: frozenset[Kind]
-    groups: list[WeightGroup]  # of "params"
+    units: Sequence[Unit]
+    asks: bool = False  # a user, or a caller, names a kind
     finds: bool = True  # `where` holds for a parameter of this rank
 
 
@@ -58,7 +59,7 @@ class Wake(NamedTuple):
     """A rank tells the others this before a reload."""
 
     finds: bool  # `where` holds for any parameter
-    asks: bool  # for any kind that it has
+    asks: bool  # for any kind
     moves: bool  # something is away
     wakes_params: bool
     needs_weights: bool  # packed masters need their parameters
@@ -122,8 +123,7 @@ class Residency:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: OptimizerStates | None = None
-        self._parts: dict[Kind, Weights | Gradients | OptimizerStates] = {}
-        self._helpers: list[Checks | Backwards | Caches | WeightSets] = []
+        self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._chunks, told = told_by_ranks(
             lambda: (_accepted(model, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
@@ -154,7 +154,7 @@ class Residency:
                 f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
             )
         if optimizer is not None:
-            self._states = self._parts["optimizer"] = OptimizerStates(optimizer, config, host_bytes=room)
+            self._states = self._kept(OptimizerStates(optimizer, config, host_bytes=room))
         staying, places = told_by_ranks(lambda: self._lacking(limit))
         alike = set[Any]().union(*places) - {None}
         _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
@@ -183,15 +183,14 @@ class Residency:
         devices = [buffer.grad_data.device for buffer in buffers]
         devices += [parameter.device for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._gradients = Gradients(buffers, names)
-        self._weights = Weights(self._chunks, buffers, names, self._device)
-        self._parts |= {"params": self._weights, "grads": self._gradients}
+        self._gradients = self._kept(Gradients(buffers, names))
+        self._weights = self._kept(Weights(self._chunks, buffers, names, self._device))
         folder = None if frozen_folder is None else Path(frozen_folder)
         in_files = None if folder is None else self._weights.keep_in_files(folder, all_are_frozen)
         # Weights first: DDP's buffers free most of the GPU's memory for the host's.
-        return limit - sum(group.host_bytes for group in fitting(self._weights.groups, limit)), in_files
+        return limit - sum(slab.host_bytes for slab in fitting(self._weights.slabs, limit)), in_files
 
-    def _lacking(self, limit: float) -> tuple[list[WeightGroup], set[Any]]:
+    def _lacking(self, limit: float) -> tuple[list[WeightSlab], set[Any]]:
         """Return the weights for which states leave no host memory, and, to be told, their places."""
         taken = 0 if self._states is None else self._states.host_bytes
         if taken > limit:
@@ -199,19 +198,19 @@ class Residency:
                 f"Residency(host_memory_limit_gib={limit / 2**30:g}): the engine that is attached to the optimizer has "
                 f"{readable(taken)} of host memory already: raise the limit, or lower OffloadConfig.fraction"
             )
-        moving = set(fitting(self._weights.groups, limit - taken))
-        staying = [group for group in self._weights.groups if group not in moving]
-        return staying, {group.place for group in staying}
+        moving = set(fitting(self._weights.slabs, limit - taken))
+        staying = [slab for slab in self._weights.slabs if slab not in moving]
+        return staying, {slab.place for slab in staying}
 
-    def _settle(self, limit: float, staying: list[WeightGroup], alike: set[Any]) -> tuple[None, tuple[int, int]]:
+    def _settle(self, limit: float, staying: list[WeightSlab], alike: set[Any]) -> tuple[None, tuple[int, int]]:
         """Keep weights on the GPU for good; return, to be told, their bytes, and those of states that stay too.
 
         alike: places of what stays on some rank, and so on all that gather it.
         """
         states, weights = self._states, self._weights
         own = set(staying)
-        weights.keep_here([group for group in weights.groups if group in own or group.place in alike])
-        room = limit - sum(group.host_bytes for group in weights.groups)
+        weights.keep_here([slab for slab in weights.slabs if slab in own or slab.place in alike])
+        room = limit - sum(slab.host_bytes for slab in weights.slabs)
         if states is None:
             self._own_room = room
         else:
@@ -226,10 +225,10 @@ class Residency:
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
 
-    def _kept[T: Checks | Backwards | Caches | WeightSets](self, helper: T) -> T:
+    def _kept[T: Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets](self, part: T) -> T:
         """Return what is to be closed with this."""
-        self._helpers.append(helper)
-        return helper
+        self._parts.append(part)
+        return part
 
     @property
     def _room(self) -> float:
@@ -264,19 +263,19 @@ class Residency:
     # What is where.
 
     @property
-    def away(self) -> frozenset[Kind]:
-        """The kinds that are not on the GPU, or not all of them."""
-        return frozenset(kind for kind, part in self._parts.items() if part.is_away)
+    def _units(self) -> list[Unit]:
+        return [*self._weights.slabs, self._gradients, *([] if self._states is None else [self._states])]
 
     @property
-    def _here(self) -> frozenset[Kind]:
-        """The kinds that are on the GPU, or a part of them."""
-        return frozenset(kind for kind, part in self._parts.items() if part.is_here)
+    def away(self) -> frozenset[Kind]:
+        """The kinds that are not on the GPU, or not all of them."""
+        return frozenset(unit.kind for unit in self._units if unit.is_away)
 
     @property
     def _is_asleep(self) -> bool:
         """Whether nothing is on the GPU that can leave it; of states a limit of host memory may keep some."""
-        return bool(self.away) and not self._here - (self.away & {"optimizer"})
+        staying = [unit for unit in self._units if unit.is_here and not (unit is self._states and unit.is_away)]
+        return bool(self.away) and not staying
 
     @property
     def pinned_bytes(self) -> int:
@@ -353,30 +352,29 @@ class Residency:
 
     @_verb
     def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], tuple[bool, bool, list[Key]]]:
-            kinds, groups, finds = asked()
-            kinds, groups = self._on_gpu(kinds, groups)
-            self._require_no_backward(kinds, grads)
-            self._require_movable(kinds, groups, grads)
+        def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool, list[Key]]]:
+            given = asked()
+            units = [unit for unit in given.units if unit.is_here]
+            self._require_no_backward(units, grads)
+            self._require_movable(units, grads)
             self._wait_for_collectives()
-            wakes = "optimizer" in kinds and self._lacks_weights
-            return (kinds, groups, Tally(self._device)), (finds, wakes, suspended())
+            wakes = self._states in units and self._lacks_weights
+            return (units, Tally(self._device)), (given.finds, wakes, suspended())
 
-        (kinds, groups, tally), votes = told_by_ranks(prepare)
+        (units, tally), votes = told_by_ranks(prepare)
         _require_found(any(finds for finds, *_ in votes))
         wakes_params = any(wakes for _, wakes, _ in votes)
         if wakes_params:
             self._resume_nccl([nccl for *_, nccl in votes])  # a reader brought states here while all was away
-            if woken := [group for group in self._weights.read_by_masters if group.is_away]:
+            if woken := [slab for slab in self._weights.read_by_masters if slab.is_away]:
                 tally.moved.woke = ("params",)
-                kinds |= PARAMS
-                groups += woken
+                units += woken
             self._weights.reload(self._weights.read_by_masters, tally)
 
         def move() -> Moved:
             if wakes_params:
                 self._weights.make_columnwise()
-            return self._offload_alone(kinds, groups, grads, tally) if kinds else Moved()
+            return self._offload_alone(units, grads, tally) if units else Moved()
 
         def note() -> Moved:
             tally.note_what_stays(self._unhosted)
@@ -385,15 +383,15 @@ class Residency:
         moved, nccl = told_by_ranks(lambda: (move(), self._suspendable()))
         return on_every_rank(note) if self._suspend_nccl(nccl) else moved
 
-    def _offload_alone(self, kinds: frozenset[Kind], groups: list[WeightGroup], grads: str, tally: Tally) -> Moved:
-        """Offload what is on the GPU; no other rank takes part in it. groups: of "params"."""
-        states = self._states if "optimizer" in kinds else None
-        drops, keeps = "grads" in kinds and grads == "drop", "grads" in kinds and grads == "keep"
+    def _offload_alone(self, units: Sequence[Unit], grads: str, tally: Tally) -> Moved:
+        """Offload what is on the GPU; no other rank takes part in it."""
+        states, slabs = self._states if self._states in units else None, _weights_of(units)
+        has_grads = self._gradients in units
+        drops, keeps = has_grads and grads == "drop", has_grads and grads == "keep"
         dropped = 0
         if drops and self._states is not None:
             dropped = sum(drop_shard_gradients(leaf.optimizer) for leaf in self._states.optimizers)
-        slabs = [slab for group in groups for slab in group.slabs]
-        find_aliases(slabs + (self._gradients.slabs if "grads" in kinds else []))  # after views of gradients went
+        find_aliases([*slabs, *(self._gradients.slabs if has_grads else ())])  # after views of gradients went
         # Race: memory goes to the driver from here on, while work on some stream may still use what is cached.
         wait_for_gpu(self._device)
         if drops:  # first: the driver takes their memory back while others are copied
@@ -403,14 +401,14 @@ class Residency:
                 self._backwards.used()
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
-            self._weights.start_offload(groups, states is not None, tally)
+            self._weights.start_offload(slabs, states is not None, tally)
             if states is not None:
                 before = states.released_bytes + states.unmade_bytes
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.start_offload())
                 if not states.reads_weights:  # while states are copied the driver takes these back too
                     with tally.part("params"):
-                        tally.moved.freed += self._weights.release(groups)
+                        tally.moved.freed += self._weights.release(slabs)
                 with tally.part("optimizer"):
                     states.end_offload()
                 tally.moved.freed += states.released_bytes - before
@@ -427,7 +425,7 @@ class Residency:
         # driver, while copies on another stream still read them.
         with tally.part("wait"):
             wait_for_gpu(self._device)
-        tally.moved.freed += self._weights.release(groups)
+        tally.moved.freed += self._weights.release(slabs)
         if keeps:
             self._gradients.is_kept = True
             tally.moved.freed += self._gradients.empty()
@@ -460,16 +458,16 @@ class Residency:
 
     @_verb
     def _reload(self, asked: Callable[[], Asked]) -> Moved:
-        def look() -> tuple[tuple[frozenset[Kind], list[WeightGroup], Tally], Wake]:
-            kinds, groups, finds = asked()
-            asks, wakes_params = bool(kinds), any(group.is_away for group in groups)
-            kinds = kinds & self.away - PARAMS | (PARAMS if wakes_params else frozenset())
-            needs_weights = "optimizer" in kinds and self._lacks_weights
-            places = {group.place for group in groups}
-            told = Wake(finds, asks, bool(kinds), wakes_params, needs_weights, suspended(), places)
-            return (kinds, groups, Tally(self._device)), told
+        def look() -> tuple[tuple[list[Unit], list[WeightSlab], Tally], Wake]:
+            given = asked()
+            units, slabs = [unit for unit in given.units if unit.is_away], _weights_of(given.units)
+            wakes_params = any(slab.is_away for slab in slabs)
+            needs_weights = self._states in units and self._lacks_weights
+            places = {slab.place for slab in slabs}
+            told = Wake(given.finds, given.asks, bool(units), wakes_params, needs_weights, suspended(), places)
+            return (units, slabs, Tally(self._device)), told
 
-        (kinds, groups, tally), ranks = told_by_ranks(look)
+        (units, slabs, tally), ranks = told_by_ranks(look)
         _require_found(any(rank.finds for rank in ranks))
         moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
         needs_weights = any(rank.needs_weights for rank in ranks)
@@ -479,13 +477,13 @@ class Residency:
         if not moves:
             return Moved()
         asked_by_any = set[Any]().union(*(rank.places for rank in ranks)) - {None}
-        known, needed = set(groups), set(self._weights.read_by_masters if needs_weights else ())
-        others = [g for g in self._weights.groups if g not in known and (g in needed or g.place in asked_by_any)]
-        if any(group.is_away for group in others):
+        known, needed = set(slabs), set(self._weights.read_by_masters if needs_weights else ())
+        others = [s for s in self._weights.slabs if s not in known and (s in needed or s.place in asked_by_any)]
+        if any(slab.is_away for slab in others):
             tally.moved.woke = ("params",)
         known.update(others)
-        groups = [group for group in self._weights.groups if group in known]  # the ranks gather them in one order
-        states = self._states if "optimizer" in kinds else None
+        slabs = [slab for slab in self._weights.slabs if slab in known]  # the ranks gather them in one order
+        states = self._states if self._states in units else None
 
         def reload_others() -> None:
             if states is not None:  # first: the driver gives memory for the others while these are copied
@@ -493,7 +491,7 @@ class Residency:
                 with tally.part("optimizer"):
                     tally.copy("optimizer", states.reload())
                 tally.moved.freed += states.released_bytes - before
-            if "grads" in kinds:
+            if self._gradients in units:
                 with tally.part("grads"):
                     taken, copied = self._gradients.reload()
                 tally.moved.freed -= taken
@@ -514,9 +512,9 @@ class Residency:
         self._weights.masters_come = True
         try:
             if needs_weights:
-                self._weights.reload(groups, tally)
+                self._weights.reload(slabs, tally)
             elif wakes_params:
-                self._weights.reload(groups, tally, reload_others)
+                self._weights.reload(slabs, tally, reload_others)
             return on_every_rank(finish)
         except BaseException:
             self._weights.masters_came(tally)
@@ -538,14 +536,13 @@ class Residency:
         Where the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
         may be a collective: a note on the error says so. `reload` on every rank ends it.
         """
-        asked = Asked(frozenset(), [])
+        asked = Asked(())
 
         def others() -> Asked:
             nonlocal asked
             asked = self._asked(kinds, more, where)
-            staying = set(asked.groups)
-            others = [group for group in self._weights.groups if group not in staying]
-            return Asked(frozenset(self._parts) - asked.kinds, others, asked.finds)
+            staying = set(asked.units)
+            return Asked([unit for unit in self._units if unit not in staying], finds=asked.finds)
 
         with self._as_before(grads):
             # Offload first, to make room; but packed masters bring their weights with them.
@@ -559,46 +556,41 @@ class Residency:
 
     @contextmanager
     def _as_before(self, grads: Literal["drop", "keep"] = "drop") -> Iterator[None]:
-        def look() -> tuple[frozenset[Kind], set[WeightGroup]]:
+        def look() -> list[Unit]:
             self._require_open()
-            return self.away - PARAMS, {group for group in self._weights.groups if group.is_away}
+            return [unit for unit in self._units if unit.is_away]
 
         def what_came() -> Asked:
             self._require_open()
-            return Asked(before - self.away, list(groups))
+            return Asked([unit for unit in before if not unit.is_away])
 
-        before, groups = on_every_rank(look)
+        before = on_every_rank(look)
         try:
             yield
         except BaseException as error:
             # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
-            self._offload_again(before, groups, grads, error)
+            self._offload_again(before, grads, error)
             raise
         self._offload(what_came, grads)
-        self._reload(lambda: Asked(self.away - before, [g for g in self._weights.groups if g not in groups]))
-        self._offload(lambda: Asked(frozenset(), list(groups)), grads)  # packed masters may have brought theirs
+        known = set(before)
+        self._reload(lambda: Asked([unit for unit in self._units if unit not in known]))
+        self._offload(what_came, grads)  # packed masters may have brought their weights
 
     @_verb
-    def _offload_again(
-        self, before: frozenset[Kind], groups: set[WeightGroup], grads: str, error: BaseException
-    ) -> None:
-        """Offload on this rank what was away before an error; note on the error what is not where it was.
-
-        before: kinds without "params". groups: of these.
-        """
+    def _offload_again(self, before: Sequence[Unit], grads: str, error: BaseException) -> None:
+        """Offload on this rank what was away before an error; note on the error what is not where it was."""
         try:
             self._require_open()
-            is_gone = any(group.is_away and group not in groups for group in self._weights.groups)
-            if gone := self.away - PARAMS - before | (PARAMS if is_gone else frozenset()):
+            if gone := {unit.kind for unit in self._units if unit.is_away and unit not in before}:
                 words = ", ".join(map(repr, sorted(gone)))
                 error.add_note(f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank")
-            reloaded, weights = self._on_gpu(before, groups)
-            if "optimizer" in reloaded and self._lacks_weights:
-                reloaded -= {"optimizer"}
+            reloaded = [unit for unit in before if unit.is_here]
+            if self._lacks_weights:
+                reloaded = [unit for unit in reloaded if unit is not self._states]
             if reloaded:
                 wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
-                self._require_movable(reloaded, weights, grads)
-                self._offload_alone(reloaded, weights, grads, Tally(self._device))
+                self._require_movable(reloaded, grads)
+                self._offload_alone(reloaded, grads, Tally(self._device))
         except Exception as failure:
             error.add_note(f"bridge_fgo: what the block has reloaded may still be on the GPU: {failure}")
 
@@ -612,7 +604,7 @@ class Residency:
 
         def everything() -> Asked:
             self._require_open()
-            return Asked(frozenset(self._parts), self._weights.groups)
+            return Asked(self._units, asks=True)
 
         if self not in _open:
             return
@@ -623,10 +615,9 @@ class Residency:
     def _let_go(self) -> None:
         if self._session is not None and not self._session.closed:
             self._session.close()
-        for part in (*self._helpers, *self._parts.values()):
+        for part in reversed(self._parts):
             part.close()
         self._states = None
-        self._parts.pop("optimizer", None)
 
     # Several weights.
 
@@ -648,31 +639,31 @@ class Residency:
                 nothing under the name.
         """
 
-        def look() -> tuple[tuple[list[WeightGroup], bool, int, Tally], bool]:
+        def look() -> tuple[tuple[list[WeightSlab], bool, int, Tally], bool]:
             self._require_open(in_block=True)
             self._weights.require_known()
-            groups, finds = self._weights.chosen(where)
-            self._require_plain(groups)
-            is_new = not self._sets.has(name, groups)
-            needed = sum(group.copied_nbytes for group in groups) if is_new else 0
+            slabs, finds = self._weights.chosen(where)
+            self._require_plain(slabs)
+            is_new = not self._sets.has(name, slabs)
+            needed = sum(slab.copied_nbytes for slab in slabs) if is_new else 0
             if needed > self._room or self._weights.unhosted_bytes:
                 raise ValueError(
                     f"keep({name!r}) takes {readable(needed)} of host memory beside that of all parameters, and "
                     f"host_memory_limit_gib leaves {readable(max(0, self._room))}: give Residency a higher limit"
                 )
-            if any(group.is_away for group in groups):
+            if any(slab.is_away for slab in slabs):
                 raise RuntimeError(f"keep({name!r}) while parameters are away: call reload('params') first")
             self._wait_for_collectives()
             wait_for_gpu(self._device)
-            return (groups, is_new, needed, Tally(self._device)), finds
+            return (slabs, is_new, needed, Tally(self._device)), finds
 
-        (groups, is_new, needed, tally), finds = told_by_ranks(look)
+        (slabs, is_new, needed, tally), finds = told_by_ranks(look)
         _require_found(any(finds))
         require_host_memory(needed if self._pins else 0)
 
         def copy() -> Moved:
             if is_new:
-                self._room += self._sets.make(name, groups) - needed
+                self._room += self._sets.make(name, slabs) - needed
             self._sets.copy_out(name, tally)
             wait_for_gpu(self._device)
             return tally.end()
@@ -706,9 +697,9 @@ class Residency:
                 such block, or closed. Nothing has moved. Or another rank failed.
             torch.OutOfMemoryError: there is no memory for parameters that are away.
         """
-        kept, groups, tally = self._find_swapped(name)
+        kept, slabs, tally = self._find_swapped(name)
         try:
-            moved = self._swap_in(name, kept, groups, tally)
+            moved = self._swap_in(name, kept, slabs, tally)
             with torch.no_grad():
                 yield moved
             self._swap_out()
@@ -719,8 +710,8 @@ class Residency:
             self._checks.swapped = ""
 
     @_verb
-    def _find_swapped(self, name: str) -> tuple[WeightSet, list[WeightGroup], Tally]:
-        def look() -> tuple[tuple[WeightSet, set[WeightGroup], Tally], set[Any]]:
+    def _find_swapped(self, name: str) -> tuple[WeightSet, list[WeightSlab], Tally]:
+        def look() -> tuple[tuple[WeightSet, set[WeightSlab], Tally], set[Any]]:
             self._require_open()
             if (kept := self._sets.by_name.get(name)) is None:
                 raise ValueError(f"weights({name!r}): kept are {sorted(self._sets.by_name)}; call keep({name!r}) first")
@@ -733,18 +724,18 @@ class Residency:
             # Race: work on another stream may still write the weights that are summed, or read those that go.
             wait_for_gpu(self._device)
             changed = self._sets.changed(kept)
-            return (kept, changed, Tally(self._device)), {group.place for group in changed}
+            return (kept, changed, Tally(self._device)), {slab.place for slab in changed}
 
         (kept, changed, tally), places = told_by_ranks(look)
         alike = set[Any]().union(*places) - {None}
-        return kept, [group for group in kept.groups if group in changed or group.place in alike], tally
+        return kept, [slab for slab in kept.slabs if slab in changed or slab.place in alike], tally
 
     @_verb
-    def _swap_in(self, name: str, kept: WeightSet, groups: Sequence[WeightGroup], tally: Tally) -> Moved:
+    def _swap_in(self, name: str, kept: WeightSet, slabs: Sequence[WeightSlab], tally: Tally) -> Moved:
         def swap() -> None:
             self._checks.swapped = name
-            self._caches.drop(PARAMS, is_mid_step=False)
-            self._sets.swap_in(kept, groups, tally)
+            self._caches.drop({"params"}, is_mid_step=False)
+            self._sets.swap_in(kept, slabs, tally)
 
         def end() -> Moved:
             wait_for_gpu(self._device)  # whatever stream reads next
@@ -752,15 +743,15 @@ class Residency:
 
         _, nccl = told_by_ranks(lambda: (swap(), suspended()))
         self._resume_nccl(nccl)
-        for group in groups:
-            group.gather()
+        for slab in slabs:
+            slab.gather()
         return on_every_rank(end)
 
     @_verb
     def _swap_out(self) -> None:
-        def swap() -> list[WeightGroup]:
+        def swap() -> list[WeightSlab]:
             wait_for_gpu(self._device)  # Race: forwards on another stream may still read what is written
-            self._caches.drop(PARAMS, is_mid_step=False)
+            self._caches.drop({"params"}, is_mid_step=False)
             return self._sets.swap_out()
 
         def end() -> None:
@@ -768,8 +759,8 @@ class Residency:
             self._sets.end()
             return_to_driver(self._device)
 
-        for group in on_every_rank(swap):
-            group.gather()
+        for slab in on_every_rank(swap):
+            slab.gather()
         _, nccl = told_by_ranks(lambda: (end(), self._suspendable()))
         self._suspend_nccl(nccl)
 
@@ -778,14 +769,14 @@ class Residency:
         """End a swap on this rank after an error; note on it what is not where it was."""
         try:
             wait_for_a_while(lambda: (self._wait_for_collectives(), wait_for_gpu(self._device)))
-            self._caches.drop(PARAMS, is_mid_step=False)
+            self._caches.drop({"params"}, is_mid_step=False)
             if self._sets.give_up():
                 error.add_note("bridge_fgo: 'params' stay off the GPU after this error: call reload() on every rank")
         except Exception as failure:
             error.add_note(f"bridge_fgo: the parameters may have another's weights: {failure}")
 
-    def _require_plain(self, groups: Iterable[WeightGroup]) -> None:
-        for name, param in (named for group in groups for named in group.params):
+    def _require_plain(self, slabs: Iterable[WeightSlab]) -> None:
+        for name, param in (named for slab in slabs for named in slab.params):
             if class_of(param) not in PLAIN:
                 raise ValueError(
                     f"keep() of parameter {name!r}, which is in FP8, and whose scales are not kept: set "
@@ -874,9 +865,9 @@ class Residency:
 
         def needed() -> Asked:
             if states is None:
-                return Asked(frozenset(self._parts) - {"grads"}, self._weights.groups)
+                return Asked([unit for unit in self._units if unit is not self._gradients], asks=True)
             states.require_whole()
-            return Asked(PARAMS, self._weights.groups)
+            return Asked(self._weights.slabs, asks=True)
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
@@ -889,7 +880,7 @@ class Residency:
     def _lacks_weights(self) -> bool:
         """Whether states cannot move before weights are reloaded: packed masters need them."""
         reads = self._states is not None and self._states.reads_weights
-        return reads and any(group.is_away for group in self._weights.read_by_masters)
+        return reads and any(slab.is_away for slab in self._weights.read_by_masters)
 
     def _suspendable(self) -> list[Key] | None:
         """Return what NCCL may suspend on this rank, to be told; None where something is awake, or nothing is asked."""
@@ -912,13 +903,6 @@ class Residency:
         """Resume them before the first collective of a group; the ranks have told what is suspended."""
         if any(told):
             resume(on_every_rank(lambda: resumable(told, self._device)))
-
-    def _on_gpu(
-        self, kinds: frozenset[Kind], groups: Iterable[WeightGroup]
-    ) -> tuple[frozenset[Kind], list[WeightGroup]]:
-        """Return what of this is on the GPU; groups are of "params"."""
-        here = [group for group in groups if not group.is_away]
-        return kinds & self._here - PARAMS | (PARAMS if here else frozenset()), here
 
     def _require_open(self, in_block: bool = False) -> None:
         """Raise RuntimeError after `close`, and inside of `weights` where not `in_block`."""
@@ -944,33 +928,32 @@ class Residency:
                 raise ValueError("'optimizer' of a Residency that was made with optimizer=None: give it the optimizer")
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("nothing can move while the current stream is captured into a CUDA graph")
-        found = frozenset(self._parts if "all" in asked else asked)
-        if "params" not in found:
-            if where is not None:
-                raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
-            return Asked(found, [])
-        return Asked(found, *self._weights.chosen(where))
+        found = set(KINDS if "all" in asked else asked)
+        if where is not None and "params" not in found:
+            raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
+        slabs, finds = self._weights.chosen(where) if "params" in found else ([], True)
+        others = [unit for unit in self._units if unit.kind != "params" and unit.kind in found]
+        return Asked([*slabs, *others], bool(found), finds)
 
-    def _require_no_backward(self, kinds: frozenset[Kind], grads: str) -> None:
+    def _require_no_backward(self, units: Sequence[Unit], grads: str) -> None:
         if grads not in ("drop", "keep"):
             raise ValueError(f"grads={grads!r}: use 'drop' or 'keep'")
-        if grads == "drop" and "grads" in kinds and self.has_gradients:
+        if grads == "drop" and self._gradients in units and self.has_gradients:
             raise RuntimeError(
                 "a backward has run since the last optimizer step, and offload() would drop its gradients: step, or "
                 "zero them by each model chunk's zero_grad_buffer() (the optimizer's zero_grad() does not), or use "
                 "offload(..., grads='keep')"
             )
 
-    def _require_movable(self, kinds: frozenset[Kind], groups: Sequence[WeightGroup], grads: str) -> None:
-        slabs = self._gradients.slabs if "grads" in kinds else []
-        if "params" in kinds:
+    def _require_movable(self, units: Sequence[Unit], grads: str) -> None:
+        slabs, has_grads = _weights_of(units), self._gradients in units
+        if slabs:
             self._weights.require_known()
-            slabs = slabs + [slab for group in groups for slab in group.slabs]
-        for slab in slabs:
+        for slab in (*slabs, *(self._gradients.slabs if has_grads else ())):
             slab.require_resizable()
-        if "optimizer" in kinds and self._states is not None:
+        if self._states is not None and self._states in units:
             self._states.require_whole()
-        if "grads" in kinds and grads == "keep":
+        if has_grads and grads == "keep":
             needed = self._gradients.unmapped_bytes
             if needed > self._room:
                 raise ValueError(
@@ -989,6 +972,10 @@ class Residency:
                     if handle is not None:
                         # Race: the collective would write into memory that was released, or not be in the copy.
                         handle.wait()
+
+
+def _weights_of(units: Iterable[Unit]) -> list[WeightSlab]:
+    return [unit for unit in units if isinstance(unit, WeightSlab)]
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:

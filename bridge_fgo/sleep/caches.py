@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class Caches:
         forwards = {vars(cls).get("forward") for cls in {type(module) for module in self._modules}}
         self._cached_forwards: list[Any] = [forward for forward in forwards if hasattr(forward, "cache_clear")]
 
-    def drop(self, away: frozenset[Kind], is_mid_step: bool) -> int:
+    def drop(self, away: AbstractSet[Kind], is_mid_step: bool) -> int:
         """Drop what nobody can need; return the bytes of GPU memory. All work on the GPU must be over.
 
         Args:

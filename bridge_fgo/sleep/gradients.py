@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, override
+from typing import Any
 
 import torch
 
@@ -11,10 +11,10 @@ from bridge_fgo.engines.gradients import buckets_of
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep.moved import Storages, map_hosts
+from bridge_fgo.sleep.moved import Kind, map_hosts
 
 
-class Gradients(Storages):
+class Gradients:
     """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
@@ -25,14 +25,16 @@ class Gradients(Storages):
     become zeros without memory, which nothing reloads, or are kept by the copies that training makes.
     """
 
+    kind: Kind = "grads"
+
     def __init__(
         self, buffers: Sequence[Any], names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
     ) -> None:
-        super().__init__(
+        self._extras = [
             StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by)
             for i, buffer in enumerate(buffers)
             for extra in buffer.extra_main_grads
-        )
+        ]
         self._buffers, self._names, self._comes_by = buffers, names, comes_by
         self._of_buffers: dict[int, StorageSlab] = {}
         """By the place of the buffer; made once training does not manage it."""
@@ -40,13 +42,13 @@ class Gradients(Storages):
         """Whether `reload` copies them back from the host, as `copy_out` has copied them before they were emptied."""
 
     @property
-    @override
     def slabs(self) -> list[StorageSlab]:
+        """The storages, but of buffers that training manages."""
         own = [(i, buffer) for i, buffer in enumerate(self._buffers) if not buckets_of(buffer)]
         for i, buffer in own:
             if i not in self._of_buffers:
                 self._of_buffers[i] = self._slab_of(i, buffer)
-        return [*(self._of_buffers[i] for i, _ in own), *super().slabs]
+        return [*(self._of_buffers[i] for i, _ in own), *self._extras]
 
     def _slab_of(self, i: int, buffer: Any) -> StorageSlab:
         named = [(f"the gradient of parameter {self._names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
@@ -59,14 +61,14 @@ class Gradients(Storages):
         return [bucket for buffer in self._buffers for bucket in buckets_of(buffer)]
 
     @property
-    @override
     def is_away(self) -> bool:
-        return super().is_away or any(bucket.asleep for bucket in self.buckets)
+        """Whether any of their memory is released."""
+        return any(slab.is_away for slab in self.slabs) or any(bucket.asleep for bucket in self.buckets)
 
     @property
-    @override
     def is_here(self) -> bool:
-        return super().is_here or not all(bucket.asleep for bucket in self.buckets)
+        """Whether any of their memory is on the GPU."""
+        return not all(slab.is_away for slab in self.slabs) or not all(bucket.asleep for bucket in self.buckets)
 
     @property
     def unmapped_bytes(self) -> int:
@@ -88,9 +90,9 @@ class Gradients(Storages):
                 copied += bucket.nbytes
         return copied
 
-    @override
     def empty(self) -> int:
-        freed = super().empty()
+        """Release their memory; return its bytes."""
+        freed = sum(slab.empty() for slab in self.slabs)
         for bucket in self.buckets:
             freed += 0 if bucket.gpu is None else bucket.nbytes
             if not self.is_kept:
@@ -108,7 +110,12 @@ class Gradients(Storages):
         """
         kept = self._reload_buckets()
         away = [slab for slab in self.slabs if slab.is_away]
-        taken = self.fill(zeroed=not self.is_kept)
+        try:
+            taken = sum(slab.fill(zeroed=not self.is_kept) for slab in away)
+        except BaseException:
+            for slab in away:
+                slab.empty()
+            raise
         copied = sum(slab.copy_in() for slab in away) if self.is_kept else 0
         self.is_kept = False
         return taken + kept, copied + kept
@@ -131,9 +138,10 @@ class Gradients(Storages):
             bucket.require()
         return sum(bucket.nbytes for bucket in kept)
 
-    @override
     def close(self) -> None:
-        super().close()
+        """Release the host memory."""
+        for slab in self.slabs:
+            slab.close()
         for bucket in self.buckets:
             if not bucket.moves:  # in training it has no use for its host memory
                 bucket.close_host()

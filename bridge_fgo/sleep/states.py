@@ -20,7 +20,7 @@ from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
-from bridge_fgo.sleep.moved import RETURNED_BYTES, return_to_driver
+from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, return_to_driver
 from bridge_fgo.sleep.refusals import STATES, attached_engine, movable_optimizers
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.distributed import McoreSource, MegatronSource
@@ -45,6 +45,8 @@ class OptimizerStates:
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
         RuntimeError: host memory could not be had, on this rank or another.
     """
+
+    kind: Kind = "optimizer"
 
     def __init__(
         self,

@@ -22,11 +22,10 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
 from bridge_fgo.sleep.gradients import Gradients
-from bridge_fgo.sleep.moved import map_hosts, return_to_driver, wait_for_gpu
-from bridge_fgo.sleep.quantized import ColumnwiseCopies
+from bridge_fgo.sleep.moved import return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.refusals import STATES, buffer_refusals, refusal_of
 from bridge_fgo.sleep.states import OptimizerStates
-from bridge_fgo.sleep.weights import WeightGroup, digests_of, named_weights
+from bridge_fgo.sleep.weights import WeightSlab, named_weights, sums_of
 from bridge_fgo.states.distributed import UPSTREAM_OFFLOADERS
 
 BUFFER = "_bridge_fgo_sleep"
@@ -57,15 +56,17 @@ class Buffer:
     def __init__(self, buffer: Any, pins: bool) -> None:
         self._buffer, self._pins = buffer, pins
         self._gradients: Gradients | None = None
-        self._weights: WeightGroup | None = None
-        self._columnwise = ColumnwiseCopies(buffer.params)
+        self._weights: WeightSlab | None = None
         _buffers.add(self)
 
     def unguard(self) -> None:
         """Leave what is away to mcore's own `reload_from_cpu`."""
-        for part in (self._gradients, self._weights):
-            for slab in () if part is None else part.slabs:
-                slab.unguard()
+        for slab in self._slabs(self._gradients, self._weights):
+            slab.unguard()
+
+    @staticmethod
+    def _slabs(gradients: Gradients | None, weights: WeightSlab | None) -> list[StorageSlab]:
+        return [*(() if gradients is None else gradients.slabs), *(() if weights is None else (weights,))]
 
     @property
     def host_bytes(self) -> int:
@@ -85,30 +86,29 @@ class Buffer:
         if needed and self._weights is None and needed > _room(limit):
             _tell_what_stays(needed, "a DDP buffer's parameters")
         elif needed:
-            named = named_weights(buffer, {})
-            weights = self._weights = self._weights or WeightGroup(
-                [StorageSlab(buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named)]
+            named, within = named_weights(buffer, {}), [("", param) for param in buffer.params]
+            weights = self._weights = self._weights or WeightSlab(
+                buffer.param_data, "a DDP buffer's parameters", COMES_BY, named=named, params=within
             )
-        slabs = [slab for part in (gradients, weights) if part is not None for slab in part.slabs]
+        slabs = self._slabs(gradients, weights)
         find_aliases(slabs)
         for slab in slabs:
             slab.require_resizable()
         if weights is not None:
-            hosts = map_hosts(weights.slabs)
+            hosts = weights.map_host()
             if self._pins and hosts:
                 page_lock(hosts)
-            weights.copy_out(*digests_of([weights]))
+            weights.copy_changed(sums_of([weights])[weights])
         # Race: who takes the memory next does not wait for the copy, nor for kernels on other streams.
         wait_for_gpu(buffer.grad_data.device)
         # mcore's own `reload_from_cpu` goes by these, as after an uninstall.
         if gradients is not None:
             buffer.grad_data_size = buffer.grad_data.storage().size()
         if weights is not None:
-            (slab,) = weights.slabs
-            assert slab.host is not None
+            assert weights.host is not None
             buffer.param_data_size = buffer.param_data.storage().size()
-            buffer.param_data_cpu = slab.host.tensor.view(buffer.param_data.dtype)
-            self._columnwise.drop()
+            buffer.param_data_cpu = weights.host.tensor.view(buffer.param_data.dtype)
+            weights.columnwise.drop()
         for slab in slabs:
             slab.empty()
 
@@ -118,7 +118,7 @@ class Buffer:
         if params and self._weights is not None and self._weights.is_away:
             self._weights.fill(zeroed=True)
             self._weights.copy_in()
-            self._columnwise.make()
+            self._weights.columnwise.make()
         if grads and self._gradients is not None and self._gradients.is_away:
             self._gradients.reload()
             self._buffer.grad_data_size = 0

@@ -13,16 +13,16 @@ import torch
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.sleep.moved import Tally
-from bridge_fgo.sleep.weights import WeightGroup, digests_of
+from bridge_fgo.sleep.weights import Sums, WeightSlab, sums_of
 
 
 class WeightSet:
-    """Weights of some groups on the host, each with the sums over its bytes, and buffers by name."""
+    """Weights of some slabs on the host, each with the sums over its bytes, and buffers by name."""
 
-    def __init__(self, groups: Sequence[WeightGroup]) -> None:
-        self.groups = list(groups)
-        self.hosts = {each: HostBuffer(each.copied_nbytes) for each in groups if each.copied_nbytes}
-        self.sums: dict[WeightGroup, tuple[int, ...]] = {}
+    def __init__(self, slabs: Sequence[WeightSlab]) -> None:
+        self.slabs = list(slabs)
+        self.hosts = {each: HostBuffer(each.copied_nbytes) for each in slabs if each.copied_nbytes}
+        self.sums: dict[WeightSlab, Sums] = {}
         self.buffers: dict[str, torch.Tensor] = {}
 
 
@@ -32,8 +32,8 @@ class WeightSets:
     def __init__(self, chunks: Sequence[torch.nn.Module], lock: Callable[[Sequence[HostBuffer]], None]) -> None:
         self._chunks, self._lock = chunks, lock
         self.by_name: dict[str, WeightSet] = {}
-        self._swapped: list[WeightGroup] = []  # whose memory has a kept set's weights
-        self._filled = set[WeightGroup]()  # those of them that were away before
+        self._swapped: list[WeightSlab] = []  # whose memory has a kept set's weights
+        self._filled = set[WeightSlab]()  # those of them that were away before
         self._own_buffers: dict[str, torch.Tensor] = {}
 
     @property
@@ -41,27 +41,27 @@ class WeightSets:
         """Page-locked host bytes of all."""
         return sum(host.pinned_bytes for kept in self.by_name.values() for host in kept.hosts.values())
 
-    def make(self, name: str, groups: Sequence[WeightGroup]) -> int:
-        """Take host memory for groups under a name; return the bytes of what had that name before, and is dropped."""
-        kept = WeightSet(groups)
+    def make(self, name: str, slabs: Sequence[WeightSlab]) -> int:
+        """Take host memory for slabs under a name; return the bytes of what had that name before, and is dropped."""
+        kept = WeightSet(slabs)
         self._lock(list(kept.hosts.values()))
         dropped = self.drop(name)
         self.by_name[name] = kept
         return dropped
 
     def copy_out(self, name: str, tally: Tally) -> None:
-        """Copy to the host what has changed of a set's groups, which are on the GPU, since it was kept."""
+        """Copy to the host what has changed of a set's slabs, which are on the GPU, since it was kept."""
         kept = self.by_name[name]
-        for group, (sums,) in zip(kept.groups, digests_of(kept.groups), strict=True):
-            if group in kept.hosts and kept.sums.get(group) != sums:
-                kept.sums.pop(group, None)  # until the copy is queued, which may raise
-                tally.copy("params", group.slabs[0].copy_out(kept.hosts[group]))
-                kept.sums[group] = sums
+        for slab, sums in sums_of(kept.slabs).items():
+            if slab in kept.hosts and kept.sums.get(slab) != sums:
+                kept.sums.pop(slab, None)  # until the copy is queued, which may raise
+                tally.copy("params", slab.copy_out(kept.hosts[slab]))
+                kept.sums[slab] = sums
         kept.buffers = self._buffers_on_host()
 
-    def has(self, name: str, groups: Sequence[WeightGroup]) -> bool:
-        """Return whether there is host memory for groups under a name."""
-        return name in self.by_name and self.by_name[name].groups == list(groups)
+    def has(self, name: str, slabs: Sequence[WeightSlab]) -> bool:
+        """Return whether there is host memory for slabs under a name."""
+        return name in self.by_name and self.by_name[name].slabs == list(slabs)
 
     def drop(self, name: str) -> int:
         """Release a set's host memory, if there is one of that name; return its bytes."""
@@ -72,43 +72,41 @@ class WeightSets:
         del self.by_name[name]
         return sum(host.tensor.numel() for host in kept.hosts.values())
 
-    def changed(self, kept: WeightSet) -> set[WeightGroup]:
-        """Return the groups of a set in whose memory its weights are not; the host waits for the sums."""
-        here = [group for group in kept.groups if not group.is_away]
-        sums = {group: sums for group, (sums,) in zip(here, digests_of(here), strict=True)}
-        return {group for group in kept.groups if sums.get(group) != kept.sums.get(group, ())}
+    def changed(self, kept: WeightSet) -> set[WeightSlab]:
+        """Return the slabs of a set in whose memory its weights are not; the host waits for the sums."""
+        sums = sums_of(slab for slab in kept.slabs if slab.is_here)
+        return {slab for slab in kept.slabs if sums.get(slab) != kept.sums.get(slab, ())}
 
-    def swap_in(self, kept: WeightSet, groups: Sequence[WeightGroup], tally: Tally) -> None:
-        """Copy a set's weights into groups, and first to the host what it lacks of those that are on the GPU."""
-        here = [group for group in groups if not group.is_away]
-        own = dict(zip(here, digests_of(here), strict=True))
+    def swap_in(self, kept: WeightSet, slabs: Sequence[WeightSlab], tally: Tally) -> None:
+        """Copy a set's weights into slabs, and first to the host what it lacks of those that are on the GPU."""
+        own = sums_of(slab for slab in slabs if slab.is_here)
         self._own_buffers = self._buffers_on_host()
-        for group in groups:
-            if group in own:
-                group.trust_masters_of(own[group])  # after an error in the block they may come with the masters
-                tally.copy("params", group.copy_out(own[group]))
-                group.is_on_host = True
+        for slab in slabs:
+            if slab in own:
+                slab.trust_masters_of(own[slab])  # after an error in the block they may come with the masters
+                tally.copy("params", slab.copy_changed(own[slab]))
+                slab.is_on_host = True
             else:
-                group.fill(zeroed=True)
-                self._filled.add(group)
-            group.holds_another = True
-            self._swapped.append(group)
-            if group in kept.hosts:
-                tally.copy("params", group.slabs[0].copy_in(kept.hosts[group]))
+                slab.fill(zeroed=True)
+                self._filled.add(slab)
+            slab.holds_another = True
+            self._swapped.append(slab)
+            if slab in kept.hosts:
+                tally.copy("params", slab.copy_in(kept.hosts[slab]))
         self._put(kept.buffers)
 
-    def swap_out(self) -> list[WeightGroup]:
-        """Copy the model's own weights back where they were; return the groups, which are then to be gathered."""
-        for group in self._here:
-            group.copy_in()
+    def swap_out(self) -> list[WeightSlab]:
+        """Copy the model's own weights back where they were; return the slabs, which are then to be gathered."""
+        for slab in self._here:
+            slab.copy_in()
         return self._here
 
     def end(self) -> None:
         """Release what was away before; the others are whole."""
         here = self._here
         self._release(self._filled)
-        for group in here:  # until then the host has them, in case that `give_up` is what follows
-            group.is_on_host = False
+        for slab in here:  # until then the host has them, in case that `give_up` is what follows
+            slab.is_on_host = False
 
     def give_up(self) -> bool:
         """Release all that was swapped: a reload brings the model's own. Return whether any was on the GPU before."""
@@ -117,16 +115,16 @@ class WeightSets:
         return was_here
 
     @property
-    def _here(self) -> list[WeightGroup]:
-        """The swapped groups that were on the GPU before."""
-        return [group for group in self._swapped if group not in self._filled]
+    def _here(self) -> list[WeightSlab]:
+        """The swapped slabs that were on the GPU before."""
+        return [slab for slab in self._swapped if slab not in self._filled]
 
-    def _release(self, groups: set[WeightGroup]) -> None:
-        find_aliases(slab for group in groups for slab in group.slabs)
-        for group in groups:
-            group.empty()
-        for group in self._swapped:
-            group.holds_another = False
+    def _release(self, slabs: set[WeightSlab]) -> None:
+        find_aliases(slabs)
+        for slab in slabs:
+            slab.empty()
+        for slab in self._swapped:
+            slab.holds_another = False
         self._put(self._own_buffers)
         self._swapped, self._filled, self._own_buffers = [], set(), {}
 

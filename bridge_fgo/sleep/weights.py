@@ -1,6 +1,6 @@
 """The weights of a model on this rank: what is copied as they are offloaded, and how they are made whole on reload.
 
-They move in groups, of one storage each: this rank's shard of a DDP buffer, or a weight with a storage of its own.
+They move in slabs, of one storage each: this rank's shard of a DDP buffer, or a weight with a storage of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
-from bridge_fgo.sleep.moved import RETURNED_BYTES, SideStream, Storages, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
 from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
@@ -30,8 +30,8 @@ NamedParam = tuple[str, torch.nn.Parameter]
 Where = Callable[[str, torch.nn.Parameter], bool]
 """Whether a parameter is to move, by its name and what can be read while it is away: shape, dtype, `requires_grad`."""
 
-Digests = list[tuple[int, ...]]
-"""For each slab of a group, the sums over the bytes of its ranges."""
+Sums = tuple[int, ...]
+"""The sums over the bytes of each range that a slab copies."""
 
 
 class HostParam(NamedTuple):
@@ -71,32 +71,38 @@ def fitting[T: Sized](groups: Iterable[T], host_bytes: float) -> list[T]:
     return found
 
 
-class WeightGroup(Storages):
-    """Weights that are offloaded and reloaded together, and what they are reloaded from.
+class WeightSlab(StorageSlab):
+    """Weights in one storage, which move together, and what they are reloaded from.
 
     Args:
-        slabs: their storages; the ranges are what this rank copies.
+        tensor, name, comes_by, ranges, named: as for `StorageSlab`; the ranges are what this rank copies.
         gather: all-gathers what this rank does not copy; a collective.
         params: the parameters that lie there.
-        place: the same for this group on every rank that `gather` takes part on, and on those for no other; None where
+        place: the same for this slab on every rank that `gather` takes part on, and on those for no other; None where
             none but this one does.
     """
 
+    kind: Kind = "params"
+
     def __init__(
         self,
-        slabs: Iterable[StorageSlab],
+        tensor: torch.Tensor,
+        name: str,
+        comes_by: str = COMES_BY,
+        ranges: Sequence[Range] | None = None,
+        named: Iterable[Named] = (),
         gather: Callable[[], None] = lambda: None,
         params: Sequence[NamedParam] = (),
         place: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(slabs)
+        super().__init__(tensor, name, comes_by, ranges, named)
         self.gather, self.params, self.place = gather, params, place
         self.rounding: Rounding | None = None
         """The masters that round to them; None where there are none."""
         self.columnwise = ColumnwiseCopies(param for _, param in params)
         self.is_rounded = False
         """Whether masters, as they were offloaded or are here, round to exactly these weights."""
-        self.rounded_digests: Digests | None = None
+        self.rounded_sums: Sums | None = None
         """The weights' sums when those masters were offloaded before the weights; None where they were not."""
         self.is_on_host = False
         """Whether the host has a copy of the weights that are away."""
@@ -105,19 +111,14 @@ class WeightGroup(Storages):
         let_go_for(self)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory."""
-        return sum(slab.nbytes for slab in self.slabs)
+    def is_here(self) -> bool:
+        """Whether they are on the GPU."""
+        return not self.is_away
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for the copies, beside files."""
-        return sum(slab.copied_nbytes for slab in self.slabs if slab.folder is None)
-
-    @property
-    def copied_nbytes(self) -> int:
-        """Bytes that this rank copies."""
-        return sum(slab.copied_nbytes for slab in self.slabs)
+        return self.copied_nbytes if self.folder is None else 0
 
     def matches(self, where: Where) -> bool:
         """Return whether a predicate holds for its parameters.
@@ -130,35 +131,30 @@ class WeightGroup(Storages):
         if len(answers) > 1:
             raise ValueError(
                 f"where= holds for parameter {answers[True]!r} and not for {answers[False]!r}, which share "
-                f"{self.slabs[0].name} and move together: have it hold for both or for neither"
+                f"{self.name} and move together: have it hold for both or for neither"
             )
         return True in answers
 
     def forget_masters(self) -> None:
         """Trust no masters until they are compared with the weights again."""
-        self.rounded_digests, self.is_rounded = None, False
+        self.rounded_sums, self.is_rounded = None, False
 
-    def trust_masters_of(self, digests: Digests) -> None:
+    def trust_masters_of(self, sums: Sums) -> None:
         """Trust masters that were offloaded before only if they round to weights with these sums."""
-        self.is_rounded = self.is_rounded and self.rounded_digests in (None, digests)
+        self.is_rounded = self.is_rounded and self.rounded_sums in (None, sums)
 
-    def stale(self, digests: Digests) -> list[tuple[StorageSlab, tuple[int, ...]]]:
-        """Return the slabs of which the host has no copy of weights with these sums, each with its sums."""
-        pairs = zip(self.slabs, digests, strict=True)
-        return [(slab, sums) for slab, sums in pairs if slab.copied_nbytes and slab.host_digests != sums]
+    def lacks_copy(self, sums: Sums) -> bool:
+        """Return whether the host has no copy of weights with these sums."""
+        return self.copied_nbytes > 0 and self.host_digests != sums
 
-    def copy_out(self, digests: Digests) -> int:
-        """Copy to the host what is `stale` of weights with these sums, on the current stream; return the bytes."""
-        copied = 0
-        for slab, sums in self.stale(digests):
-            slab.host_digests = None  # until the copy is queued, which may raise
-            copied += slab.copy_out()
-            slab.host_digests = sums
+    def copy_changed(self, sums: Sums) -> int:
+        """Copy weights with these sums to the host if it lacks them, on the current stream; return the bytes."""
+        if not self.lacks_copy(sums):
+            return 0
+        self.host_digests = None  # until the copy is queued, which may raise
+        copied = self.copy_out()
+        self.host_digests = sums
         return copied
-
-    def copy_in(self) -> int:
-        """Copy this rank's share from the host, on the current stream; return the bytes."""
-        return sum(slab.copy_in() for slab in self.slabs)
 
     @override
     def close(self) -> None:
@@ -166,14 +162,15 @@ class WeightGroup(Storages):
         super().close()
 
 
-def digests_of(groups: Sequence[WeightGroup]) -> list[Digests]:
-    """Return the sums over what each group copies; the host waits for them once, for all groups."""
-    parts = [part for group in groups for slab in group.slabs for part in slab.parts]
+def sums_of(slabs: Iterable[WeightSlab]) -> dict[WeightSlab, Sums]:
+    """Return the sums over what each slab copies; the host waits for them once, for all slabs."""
+    slabs = list(slabs)
+    parts = [part for slab in slabs for part in slab.parts]
     sums = iter(byte_sums(parts).tolist() if parts else ())
-    return [[tuple(next(sums) for _ in slab.ranges) for slab in group.slabs] for group in groups]
+    return {slab: tuple(next(sums) for _ in slab.ranges) for slab in slabs}
 
 
-class Weights(Storages):
+class Weights:
     """Moves the weights of model chunks.
 
     Args:
@@ -198,7 +195,7 @@ class Weights(Storages):
         self._chunks, self._device = chunks, device
         self._states: OptimizerStates | None = None
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
-        self._of_buffers = {buffer_group(buffer, i, names): buffer for i, buffer in with_weights}
+        self._of_buffers = {buffer_slab(buffer, i, names): buffer for i, buffer in with_weights}
         self._in_buffers = {
             id(param): buffer.param_data.untyped_storage()._cdata
             for _, buffer in with_weights
@@ -206,12 +203,12 @@ class Weights(Storages):
         }
         """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
         self._others = self._make_others()
-        self.groups = [*self._of_buffers, *self._others]
+        self.slabs = [*self._of_buffers, *self._others]
         """Those that move."""
-        self.read_by_masters: list[WeightGroup] = []
-        """The groups that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
-        self._staying: list[WeightGroup] = []
-        """The groups that never move, as there is no host memory for them."""
+        self.read_by_masters: list[WeightSlab] = []
+        """The slabs that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
+        self._staying: list[WeightSlab] = []
+        """The slabs that never move, as there is no host memory for them."""
         self._beside = SideStream(device)
         self.masters_come = False  # whether masters are coming back, and nobody can write them yet
         self._wakes_alone = False
@@ -222,43 +219,38 @@ class Weights(Storages):
 
         all_are_frozen: whether no optimizer updates those outside of DDP's buffers.
         """
-        frozen = [g for g in self._others if all_are_frozen or not any(param.requires_grad for _, param in g.params)]
-        for slab in (slab for group in frozen for slab in group.slabs):
+        frozen = [s for s in self._others if all_are_frozen or not any(param.requires_grad for _, param in s.params)]
+        for slab in frozen:
             slab.folder = folder
-        return sum(group.nbytes for group in frozen)
+        return sum(slab.nbytes for slab in frozen)
 
-    def keep_here(self, groups: Sequence[WeightGroup]) -> None:
-        """Have groups stay on the GPU for good."""
-        staying = set(groups)
-        self._staying, self.groups = [*groups], [group for group in self.groups if group not in staying]
+    def keep_here(self, slabs: Sequence[WeightSlab]) -> None:
+        """Have slabs stay on the GPU for good."""
+        staying = set(slabs)
+        self._staying, self.slabs = [*slabs], [slab for slab in self.slabs if slab not in staying]
 
-    def chosen(self, where: Where | None) -> tuple[list[WeightGroup], bool]:
-        """Return the groups that move for which a predicate holds, and whether it holds for any group at all."""
+    def chosen(self, where: Where | None) -> tuple[list[WeightSlab], bool]:
+        """Return the slabs that move for which a predicate holds, and whether it holds for any slab at all."""
         if where is None:
-            return [*self.groups], True
-        groups = [group for group in self.groups if group.matches(where)]
-        return groups, bool(groups) or any(group.matches(where) for group in self._staying)
+            return [*self.slabs], True
+        slabs = [slab for slab in self.slabs if slab.matches(where)]
+        return slabs, bool(slabs) or any(slab.matches(where) for slab in self._staying)
 
     @property
     def unhosted_bytes(self) -> int:
         """Bytes that stay on the GPU for good."""
-        return sum(group.nbytes for group in self._staying)
+        return sum(slab.nbytes for slab in self._staying)
 
     def round_from(self, states: OptimizerStates) -> None:
         """Round weights from an optimizer's masters from now on, and not copy them, where these round to them."""
         self._states = states
         states.engine.traffic.touches.before_writes.append(self.masters_may_change)
-        for group, buffer in self._of_buffers.items():
-            (slab,) = group.slabs
-            group.rounding = rounding_of(buffer, slab.ranges, states)
+        for slab, buffer in self._of_buffers.items():
+            slab.rounding = rounding_of(buffer, slab.ranges, states)
         read = states.read_storages()
-        self.read_by_masters = [
-            group
-            for group in self.groups
-            if group in self._of_buffers or any(slab.storage._cdata in read for slab in group.slabs)
-        ]
+        self.read_by_masters = [s for s in self.slabs if s in self._of_buffers or s.storage._cdata in read]
 
-    def _make_others(self) -> list[WeightGroup]:
+    def _make_others(self) -> list[WeightSlab]:
         """Return the parameters that have storages of their own: frozen ones, and those of models without DDP."""
         of_storages: dict[int, list[NamedParam]] = {}  # tied weights share one
         for name, storage, parameter in self._outside_of_buffers():
@@ -268,10 +260,7 @@ class Weights(Storages):
                     "tensors can be offloaded there; leave this model out, or keep its weights in 16 or 32 bits"
                 )
             of_storages.setdefault(storage, []).append((name, parameter))
-        return [
-            WeightGroup([StorageSlab(named[0][1], f"parameter {named[0][0]!r}", COMES_BY)], params=named)
-            for named in of_storages.values()
-        ]
+        return [WeightSlab(named[0][1], f"parameter {named[0][0]!r}", params=named) for named in of_storages.values()]
 
     def _outside_of_buffers(self) -> Iterator[tuple[str, int, torch.nn.Parameter]]:
         """Yield the parameters with storages of their own, each with its name and the `_cdata` of its storage."""
@@ -288,18 +277,13 @@ class Weights(Storages):
                 )
 
     @property
-    @override
-    def slabs(self) -> list[StorageSlab]:
-        return [slab for group in self.groups for slab in group.slabs]
+    def _every(self) -> list[WeightSlab]:
+        return [*self.slabs, *self._staying]
 
     @property
-    def _all_slabs(self) -> list[StorageSlab]:
-        return [slab for group in (*self.groups, *self._staying) for slab in group.slabs]
-
-    @property
-    def here(self) -> list[WeightGroup]:
-        """The groups on the GPU."""
-        return [group for group in self.groups if not group.is_away]
+    def here(self) -> list[WeightSlab]:
+        """The slabs on the GPU."""
+        return [slab for slab in self.slabs if slab.is_here]
 
     def require_known(self) -> None:
         """Raise RuntimeError where the model has a parameter that would not be offloaded with the others.
@@ -307,7 +291,7 @@ class Weights(Storages):
         Raises:
             ValueError: a parameter was taken out of DDP's buffer.
         """
-        known = {slab.storage._cdata for slab in self._all_slabs}
+        known = {slab.storage._cdata for slab in self._every}
         for name, storage, _ in self._outside_of_buffers():
             if storage not in known:
                 raise RuntimeError(
@@ -318,158 +302,153 @@ class Weights(Storages):
     def masters_may_change(self) -> None:
         """Trust no masters from now on: somebody is about to get them, who may write them, as a load does."""
         if not self.masters_come:
-            for group in self.groups:
-                self._forget_masters(group)
+            for slab in self.slabs:
+                self._forget_masters(slab)
 
     def masters_came(self, tally: Tally) -> None:
         """End `masters_come`: masters that are here may change."""
         self.masters_come = False
-        for group in self.groups:
-            is_at_risk = group.rounding is not None and group.rounding.any_master_is_here()
-            if is_at_risk and (copied := self._forget_masters(group)):
+        for slab in self.slabs:
+            is_at_risk = slab.rounding is not None and slab.rounding.any_master_is_here()
+            if is_at_risk and (copied := self._forget_masters(slab)):
                 tally.copy("params", copied)
 
-    def _forget_masters(self, group: WeightGroup) -> int:
-        """Trust a group's masters no more; return the bytes that crossed the link.
+    def _forget_masters(self, slab: WeightSlab) -> int:
+        """Trust a slab's masters no more; return the bytes that crossed the link.
 
         What they round to weights that are away is kept on the host first: awake, a load of masters writes no weight.
         """
         copied = 0
-        if group.is_rounded and (group.is_away or group.holds_another) and not group.is_on_host:
-            assert group.rounding is not None
-            copied = group.copied_nbytes if group.rounding.masters_are_here() else 0
-            self._round_on_host(group)
-        group.forget_masters()
+        if slab.is_rounded and (slab.is_away or slab.holds_another) and not slab.is_on_host:
+            assert slab.rounding is not None
+            copied = slab.copied_nbytes if slab.rounding.masters_are_here() else 0
+            self._round_on_host(slab)
+        slab.forget_masters()
         return copied
 
     # Offload.
 
-    def start_offload(self, groups: Sequence[WeightGroup], with_masters: bool, tally: Tally) -> None:
+    def start_offload(self, slabs: Sequence[WeightSlab], with_masters: bool, tally: Tally) -> None:
         """Start the copies of what masters do not round to and the host lacks, and note what masters round to.
 
         Masters are still here, and the GPU is idle. The copies go on afterwards: until `release` nobody may write the
         weights. `with_masters`: whether the optimizer's states are offloaded too.
         """
         if self._wakes_alone:  # everything is copied, whatever masters say: they are compared meanwhile
-            self._copy_out(groups, tally)
+            self._copy_out(slabs, tally)
         with tally.part("compare"):
-            self._compare_with_masters(groups, with_masters)
+            self._compare_with_masters(slabs, with_masters)
         if not self._wakes_alone:
-            self._copy_out(groups, tally)
+            self._copy_out(slabs, tally)
 
-    def _compare_with_masters(self, groups: Sequence[WeightGroup], with_masters: bool) -> None:
+    def _compare_with_masters(self, slabs: Sequence[WeightSlab], with_masters: bool) -> None:
         """Compare masters that are here with their weights, where they are offloaded; the host waits once.
 
         Where weights stay, note their sums: they may change until they follow. Masters that stay as their weights are
         offloaded tell nothing: they may be written.
         """
         compared = {
-            group: group.rounding
-            for group in self.here
-            if group.rounding is not None and group.rounding.masters_are_here()
+            slab: slab.rounding for slab in self.here if slab.rounding is not None and slab.rounding.masters_are_here()
         }
         if not with_masters:
-            for group in groups:
-                if group in compared:
-                    group.forget_masters()
+            for slab in slabs:
+                if slab in compared:
+                    slab.forget_masters()
             return
         if not compared:
             return
         agree = torch.stack([rounding.agrees() for rounding in compared.values()]).tolist()
-        for group, agrees in zip(compared, agree, strict=True):
-            group.rounded_digests, group.is_rounded = None, agrees
-        staying = [group for group in compared if group.is_rounded and group not in groups]
-        for group, digests in zip(staying, digests_of(staying), strict=True):
-            group.rounded_digests = digests
+        for slab, agrees in zip(compared, agree, strict=True):
+            slab.rounded_sums, slab.is_rounded = None, agrees
+        for slab, sums in sums_of(slab for slab in compared if slab.is_rounded and slab not in slabs).items():
+            slab.rounded_sums = sums
 
-    def _copy_out(self, groups: Sequence[WeightGroup], tally: Tally) -> None:
-        if not groups:
+    def _copy_out(self, slabs: Sequence[WeightSlab], tally: Tally) -> None:
+        if not slabs:
             return
         with tally.part("params"):
-            copied = self._start_copies(groups)
+            copied = self._start_copies(slabs)
         tally.copy("params", copied)
         if copied >= RETURNED_BYTES:  # meanwhile the driver takes back gradients, and what was cached
             with tally.part("driver"):
                 return_to_driver(self._device)
 
-    def _start_copies(self, groups: Sequence[WeightGroup]) -> int:
+    def _start_copies(self, slabs: Sequence[WeightSlab]) -> int:
         """Start the copies of what masters do not round to and the host lacks; return the bytes."""
         summed = []
-        for group in groups:
-            group.is_on_host = False
-            was_just_compared = group.is_rounded and group.rounded_digests is None
+        for slab in slabs:
+            slab.is_on_host = False
+            was_just_compared = slab.is_rounded and slab.rounded_sums is None
             if self._wakes_alone or not was_just_compared:
-                summed.append(group)
-        copied, sums = 0, digests_of(summed)
+                summed.append(slab)
+        copied, found = 0, sums_of(summed)
         with self._beside.after_current():
-            for group, digests in zip(summed, sums, strict=True):
-                group.trust_masters_of(digests)
-                if not group.is_rounded or self._wakes_alone or not group.stale(digests):
-                    copied += group.copy_out(digests)
-                    group.is_on_host = True
+            for slab, sums in found.items():
+                slab.trust_masters_of(sums)
+                if not slab.is_rounded or self._wakes_alone or not slab.lacks_copy(sums):
+                    copied += slab.copy_changed(sums)
+                    slab.is_on_host = True
         return copied
 
-    def release(self, groups: Sequence[WeightGroup]) -> int:
+    def release(self, slabs: Sequence[WeightSlab]) -> int:
         """Release the memory of weights after `start_offload`; return the bytes, 0 where it was released."""
-        here = [group for group in groups if not group.is_away]
+        here = [slab for slab in slabs if slab.is_here]
         if not here:
             return 0
         self._beside.synchronize()  # Race: their copies would read what is another's, or the driver's.
-        for group in here:
-            group.columnwise.drop()
-        return sum(group.empty() for group in here)
+        for slab in here:
+            slab.columnwise.drop()
+        return sum(slab.empty() for slab in here)
 
     # Reload.
 
-    def reload(self, asked: Sequence[WeightGroup], tally: Tally, first: Callable[[], None] = lambda: None) -> None:
+    def reload(self, asked: Sequence[WeightSlab], tally: Tally, first: Callable[[], None] = lambda: None) -> None:
         """Reload the weights that are away, but for columnwise copies; a collective, also where none are away.
 
-        asked: the groups. Every rank that a group has asks for it.
+        asked: the slabs. Every rank that a slab has asks for it.
         first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
         """
-        groups = [group for group in asked if group.is_away]
-        filled: list[WeightGroup] = []
+        slabs = [slab for slab in asked if slab.is_away]
 
         def fill_and_write() -> None:
             first()
             with tally.part("params"):
-                _require_ours(groups)
-                for group in groups:  # zeroed: nobody copies the gaps between parameters
-                    tally.moved.freed -= group.fill(zeroed=True)
-                    filled.append(group)
-                tally.copy("params", self._write(groups))
+                _require_ours(slabs)
+                for slab in slabs:  # zeroed: nobody copies the gaps between parameters
+                    tally.moved.freed -= slab.fill(zeroed=True)
+                tally.copy("params", self._write(slabs))
 
         try:
             on_every_rank(fill_and_write)
         except BaseException:
             # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
             wait_for_gpu(self._device)
-            for group in filled:
-                group.empty()
+            for slab in slabs:
+                slab.empty()
             raise
-        for group in groups:
-            group.forget_masters()
-            group.is_on_host = False
-        for group in asked:  # where this rank's weights had stayed, another's may not have
-            group.gather()
+        for slab in slabs:
+            slab.forget_masters()
+            slab.is_on_host = False
+        for slab in asked:  # where this rank's weights had stayed, another's may not have
+            slab.gather()
 
     def make_columnwise(self) -> None:
         """Make the columnwise copies of FP8 weights that are on the GPU."""
-        for group in self.here:
-            group.columnwise.make()
+        for slab in self.here:
+            slab.columnwise.make()
 
-    def _write(self, groups: Sequence[WeightGroup]) -> int:
+    def _write(self, slabs: Sequence[WeightSlab]) -> int:
         """Write this rank's weights; return the bytes that crossed the link."""
         roundings, copied = [], 0
-        for group in groups:
-            rounding = group.rounding if group.is_rounded else None
+        for slab in slabs:
+            rounding = slab.rounding if slab.is_rounded else None
             are_here = rounding is not None and rounding.masters_are_here()
             if rounding is not None and not are_here:
                 self._wakes_alone = True
-            if rounding is not None and (are_here or not group.is_on_host):
+            if rounding is not None and (are_here or not slab.is_on_host):
                 roundings.append(rounding)
             else:
-                copied += group.copy_in()
+                copied += slab.copy_in()
         if roundings:
             assert self._states is not None
             copied += round_again(roundings, self._states)
@@ -486,7 +465,8 @@ class Weights(Storages):
             RuntimeError: all parameters are on the GPU, or something else has offloaded them.
             ValueError: a parameter is of a class with several tensors inside (FP8).
         """
-        if not self.is_away:
+        away = [slab for slab in self.slabs if slab.is_away]
+        if not away:
             raise RuntimeError("host_params() while parameters are on the GPU: read them there, or offload('params')")
         self.require_known()
         named = [each for chunk in self._chunks for each in chunk.named_parameters() if each[1].numel()]
@@ -494,12 +474,11 @@ class Weights(Storages):
             raise ValueError(
                 f"host_params() of parameter {others[0]!r}: only weights in 16 or 32 bits can be read there"
             )
-        away = [group for group in self.groups if group.is_away]
         _require_ours(away)
-        for group in away:
-            if not group.is_on_host:
-                self._round_on_host(group)
-        slabs = {slab.storage._cdata: slab for slab in self._all_slabs}
+        for slab in away:
+            if not slab.is_on_host:
+                self._round_on_host(slab)
+        slabs = {slab.storage._cdata: slab for slab in self._every}
         found = []
         for name, param in named:
             if param.device != self._device:  # it never moves
@@ -511,37 +490,36 @@ class Weights(Storages):
                 found.append(HostParam(name, param, (first - start) // size, host.view(param.dtype)))
         return found
 
-    def _round_on_host(self, group: WeightGroup) -> None:
-        assert group.rounding is not None and self._states is not None
-        (slab,) = group.slabs
+    def _round_on_host(self, slab: WeightSlab) -> None:
+        assert slab.rounding is not None and self._states is not None
         slab.host_digests = None
         masters = self._states.on_host()
-        for _, master, shard in group.rounding.pairs:
+        for _, master, shard in slab.rounding.pairs:
             buffer = shard.buffer()
             size = buffer.element_size()
             start = (int(buffer.storage_offset()) + shard.first) * size
             ((_, host),) = slab.host_parts(start, start + shard.numel * size)
             host.view(buffer.dtype).copy_(masters.get(id(master), master).view(-1))
-        group.is_on_host = True
+        slab.is_on_host = True
 
     def close(self) -> None:
         """Release the host memory, and forget the optimizer's states."""
-        for group in (*self.groups, *self._staying):
-            group.close()
+        for slab in self._every:
+            slab.close()
         if self._states is not None:
             self._states.engine.traffic.touches.before_writes.remove(self.masters_may_change)
         self._states = None
 
 
-def _require_ours(groups: Sequence[WeightGroup]) -> None:
-    if not all(group.is_rounded or group.is_on_host for group in groups):
+def _require_ours(slabs: Sequence[WeightSlab]) -> None:
+    if not all(slab.is_rounded or slab.is_on_host for slab in slabs):
         raise RuntimeError(
             "parameters were sent off the GPU by something else than this Residency: bring them back the same way"
         )
 
 
-def buffer_group(buffer: Any, i: int, names: Mapping[int, str]) -> WeightGroup:
-    """Return the group of a parameter buffer, of which this rank copies its own shard.
+def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
+    """Return the slab of a parameter buffer, of which this rank copies its own shard.
 
     Each rank of the buffer's group owns a shard of each bucket. Between an optimizer step and the all-gather that
     follows only this shard is current.
@@ -555,7 +533,6 @@ def buffer_group(buffer: Any, i: int, names: Mapping[int, str]) -> WeightGroup:
     ranges = own_ranges(buffer, ranks.size(), ranks.rank())
     place = (i, torch.distributed.get_global_rank(ranks, 0)) if ranks.size() > 1 else None
     name = f"DDP buffer {i}'s parameter buffer"
-    slab = StorageSlab(buffer.param_data, name, COMES_BY, ranges, named_weights(buffer, names))
 
     def gather() -> None:
         for bucket in buffer.buckets if ranks.size() > 1 else ():
@@ -564,7 +541,8 @@ def buffer_group(buffer: Any, i: int, names: Mapping[int, str]) -> WeightGroup:
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
-    return WeightGroup([slab], gather, params, place)
+    named = named_weights(buffer, names)
+    return WeightSlab(buffer.param_data, name, COMES_BY, ranges, named, gather, params, place)
 
 
 def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:

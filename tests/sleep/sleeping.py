@@ -199,9 +199,9 @@ def note(patch, order, owner, name, word, with_slab=False):
     """Append a word, or (word, slab) of a verb of a slab, whenever a method is called. patch: a monkeypatch."""
     method = getattr(owner, name)
 
-    def noted(*of):
+    def noted(*of, **how):
         order.append((word, *of[1:2]) if with_slab else word)
-        return method(*of)
+        return method(*of, **how)
 
     patch.setattr(owner, name, noted)
 

@@ -109,7 +109,7 @@ def test_training_that_sleeps_after_each_step_is_bitwise_equal_and_its_gradients
             assert res.offload("grads").freed >= held + extras
             assert "grads" not in res.offload().copied_by_kind
             masters_round = config is LAZY and model != "adam_not_distributed"
-            assert {group.rounding is not None for group in res._weights.groups} == {masters_round}
+            assert {slab.rounding is not None for slab in res._weights.slabs} == {masters_round}
             require_asleep(run, res)
             with res.only("params"):
                 assert res.away == {"grads", "optimizer"}

@@ -195,7 +195,7 @@ def test_a_predicate_that_reads_a_parameter_that_is_away_is_told_what_to_call(sl
 
 def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, monkeypatch):
     me, order = sleeper(experts=True), []
-    dense, of_experts = (group for group in me.res._weights.groups if group.slabs[0].ranges)
+    dense, of_experts = (slab for slab in me.res._weights.slabs if slab.ranges)
     told = residency.told_by_ranks
 
     def with_another(act):
@@ -204,9 +204,9 @@ def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, m
             votes = [*votes, votes[0]._replace(places={dense.place})]  # a rank that asks for the other one
         return own, votes
 
-    for group in (dense, of_experts):
-        group.place = (me.res._weights.groups.index(group), 0)
-        note(monkeypatch, order, group, "gather", group)
+    for slab in (dense, of_experts):
+        slab.place = (me.res._weights.slabs.index(slab), 0)
+        note(monkeypatch, order, slab, "gather", slab)
     me.res.offload("params")
     monkeypatch.setattr(residency, "told_by_ranks", with_another)
     me.res.reload("params", where=experts)

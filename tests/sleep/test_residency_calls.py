@@ -16,7 +16,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
 from bridge_fgo.sleep.gradients import Backwards
-from bridge_fgo.sleep.weights import WeightGroup
+from bridge_fgo.sleep.weights import WeightSlab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -333,7 +333,7 @@ def test_a_rank_whose_constructor_has_failed_on_another_has_no_hooks_and_no_host
         residency(training)
     assert hooks(training) == before
     gc.collect()
-    kept = (HostBuffer, Backwards, WeightGroup)
+    kept = (HostBuffer, Backwards, WeightSlab)
     assert not [each for each in gc.get_objects() if type(each) in kept]
     residency(training).close()
 
