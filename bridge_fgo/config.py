@@ -1,7 +1,7 @@
 """The settings of the offload: one frozen dataclass, which checks its values when it is made.
 
 Every command line, NeMo-Run's settings and `optimizer.offload` of Bridge's config take their names from its fields.
-The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.options`).
+The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.tools.options`).
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from nemo_run.cli.cli_parser import CLIException
 from torchx.specs import AppState
 
 from bridge_fgo.config import OffloadConfig, needing_offload
-from bridge_fgo.options import OffloadOptions, command_line, settings
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config
 from bridge_fgo.recipes.overrides import refuse_without_value
+from bridge_fgo.tools.options import OffloadOptions, command_line, settings
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (

@@ -17,10 +17,10 @@ import typer
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.memory import copy_queues
-from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes import catalog, hf_config
 from bridge_fgo.recipes.hf_config import Choice
 from bridge_fgo.recipes.overrides import refuse_without_value
+from bridge_fgo.tools.options import takes_offload_options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 

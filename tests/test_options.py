@@ -8,9 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridge_fgo import options
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.tools import main
+from bridge_fgo.tools import main, options
 
 GIVEN = {
     "engine": ("native", "native"),

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools import demo as demo_command
 from bridge_fgo.tools import report, rl_demo, run_script
@@ -21,6 +20,7 @@ from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
+from bridge_fgo.tools.options import takes_offload_options
 from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.settings import DoctorSettings, takes_settings

@@ -59,7 +59,7 @@ def run(request: Request) -> None:
     """
     import bridge_fgo
     from bridge_fgo.bridge import settings
-    from bridge_fgo.options import command_line
+    from bridge_fgo.tools.options import command_line
 
     bridge_fgo.install(bridge_fgo.OffloadConfig(**request.config))
     script = request.script if request.module else request.script.resolve()  # it may change the working folder

@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.options import takes_offload_options
 from bridge_fgo.recipes.overrides import refuse_without_value
 from bridge_fgo.tools.arms.runner import ArmFailed
+from bridge_fgo.tools.options import takes_offload_options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 

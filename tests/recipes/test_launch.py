@@ -15,9 +15,9 @@ run = pytest.importorskip("nemo_run")
 from nemo_run.config import get_nemorun_home, set_nemorun_home  # noqa: E402
 from torchx.specs import AppState  # noqa: E402
 
-from bridge_fgo import options  # noqa: E402
 from bridge_fgo.recipes import catalog  # noqa: E402
 from bridge_fgo.recipes.entrypoint import Job, PretrainContext  # noqa: E402
+from bridge_fgo.tools import options  # noqa: E402
 
 GOLDEN = Path(__file__).with_name("golden")
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_fgo.config import STRATEGIES
-from bridge_fgo.options import add_offload_options, offload_config
 from bridge_fgo.tools.arms.clocks import PhaseClock
 from bridge_fgo.tools.arms.gpu_config import build_config
 from bridge_fgo.tools.arms.process_setup import (
@@ -25,6 +24,7 @@ from bridge_fgo.tools.arms.process_setup import (
     use_one_rank_by_default,
 )
 from bridge_fgo.tools.arms.shared_config import put_on_cpu
+from bridge_fgo.tools.options import add_offload_options, offload_config
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

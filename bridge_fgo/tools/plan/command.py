@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
-from bridge_fgo.options import command_line
 from bridge_fgo.tools.job.job import read_job
+from bridge_fgo.tools.options import command_line
 from bridge_fgo.tools.plan.estimate import make_estimate, not_counted
 from bridge_fgo.tools.plan.log import Log
 from bridge_fgo.tools.plan.options import Settings
