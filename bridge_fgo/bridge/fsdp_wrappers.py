@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served
 from bridge_fgo.bridge.session import all_sessions
-from bridge_fgo.engines.engine import Attachment, attachment_of
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.state import local
 from bridge_fgo.states.choice import leaves
@@ -47,7 +47,9 @@ from bridge_fgo.states.shadowed import shadowed
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
 """Attributes that Megatron-FSDP sets on a local shard: torch's checkpoints read its place in the whole from them."""
 
-_loaded_into: list[Attachment] | None = None  # of the checkpoint that is being loaded; None while none is
+Served = tuple[NativeEngine, FsdpSource]
+
+_loaded_into: list[Served] | None = None  # of the checkpoint that is being loaded; None while none is
 
 
 STATE_DICT = "raw_state_dict"  # the parameter of `hands_out_states` with the state dictionary
@@ -55,7 +57,7 @@ MAKING = "_init_optimizer_states_with_dummy_values"  # the method by which mcore
 
 
 @contextlib.contextmanager
-def _loading_into(found: list[Attachment]) -> Iterator[None]:
+def _loading_into(found: list[Served]) -> Iterator[None]:
     """Context in which a checkpoint is loaded into the states of some sources; inside another it is that other."""
     global _loaded_into
     if _loaded_into is not None:
@@ -71,10 +73,11 @@ def _loading_into(found: list[Attachment]) -> Iterator[None]:
         engine.load_ends(source)
 
 
-def _attachments() -> list[Attachment]:
+def _attachments() -> list[Served]:
     """Return each source of Megatron-FSDP in an open session, with its engine."""
     engines = dict.fromkeys(session.engine for session in all_sessions() if not session.is_lost)
-    return [Attachment(e, source) for e in engines for source in e.sources if isinstance(source, FsdpSource)]
+    native = [engine for engine in engines if isinstance(engine, NativeEngine)]
+    return [(engine, source) for engine in native for source in engine.sources if isinstance(source, FsdpSource)]
 
 
 def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -91,7 +94,6 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     hosts = _Hosts()
     for engine, source in _attachments() if _loaded_into is None else _loaded_into:
-        assert isinstance(source, FsdpSource)
         if _loaded_into is None:
             engine.require_whole(source, "saved")
             handing_out = engine.saving(source, copies=False)
@@ -177,9 +179,9 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
 def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have states away while a checkpoint is loaded, and afterwards; see the module."""
     optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
-    given = [to for leaf in leaves(optimizer) if is_fsdp(leaf) and (to := attachment_of(leaf)) is not None]
+    given = {id(leaf) for leaf in leaves(optimizer)}
     # A load of weights may be given no optimizer, whose masters they are.
-    found = _attachments() if optimizer is None else given
+    found = [to for to in _attachments() if optimizer is None or id(to[1].optimizer) in given]
     if not found:
         return wrapped(*args, **kwargs)
     for engine, _ in found:
@@ -243,7 +245,6 @@ def rewrites_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     """Have the weights of a model that Megatron-FSDP shards made anew of its masters part by part."""
     buffer = getattr(instance, BUFFER)
     for engine, source in _attachments():
-        assert isinstance(source, FsdpSource)
         # It has one optimizer, for dense parameters and experts alike.
         if any(getattr(chunk, BUFFER) is buffer for chunk in source.optimizer.model_chunks):
             return engine.rewrite_weights(source, lambda: wrapped(*args, **kwargs))

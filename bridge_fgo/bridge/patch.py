@@ -16,7 +16,8 @@ import wrapt
 
 from bridge_fgo.bridge.compat import home_of, release, version_of
 from bridge_fgo.bridge.settings import is_installed
-from bridge_fgo.engines.engine import Engine, attachment_of
+from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.states.shadowed import ABSENT, put_back
 from bridge_fgo.states.source import Source
 
@@ -202,9 +203,9 @@ def arguments_of(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]
 
 
 class Call(NamedTuple):
-    """A call of a method of one of mcore's optimizers, which an engine serves."""
+    """A call of a method of one of mcore's optimizers, which the native engine serves."""
 
-    engine: Engine
+    engine: NativeEngine
     source: Source
     optimizer: Any
     wrapped: Wrapped
@@ -231,12 +232,22 @@ class Call(NamedTuple):
         return self.engine.is_checkpointing(self.source)
 
 
-def served(act: Callable[[Call], Any]) -> Wrapper:
-    """Return a wrapper that does `act` in place of a method, where an engine serves the optimizer."""
+def served(act: Callable[[Call], Any], writes: bool = True) -> Wrapper:
+    """Return a wrapper that does `act` in place of a method, where the native engine serves the optimizer.
+
+    An engine of mcore's brings states back, readable or writable as the method needs them, and the method is called.
+    """
 
     @functools.wraps(act)
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-        to = attachment_of(instance)
-        return wrapped(*args, **kwargs) if to is None else act(Call(*to, instance, wrapped, args, kwargs))
+        if (to := attachment_of(instance)) is not None:
+            if isinstance(to.engine, NativeEngine):
+                return act(Call(to.engine, to.source, instance, wrapped, args, kwargs))
+            (to.engine.require_writable if writes else to.engine.require_readable)(to.source)
+        return wrapped(*args, **kwargs)
 
     return wrapper
+
+
+reading = functools.partial(served, writes=False)
+"""Does as `served`, for a method that only reads states."""

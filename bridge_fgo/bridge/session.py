@@ -438,12 +438,13 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
         return None
     session = attach(optimizer, model_config, config, model)
     if not session.began:
-        if copies_go_to_a_worker(cfg.checkpoint):
+        engine = session.engine
+        if copies_go_to_a_worker(cfg.checkpoint) and isinstance(engine, NativeEngine):
 
             def share_copies() -> None:
                 """Have a checkpoint worker get states by shared memory, once it is known that it can."""
-                refuse_small_shared_memory(cfg.checkpoint, session.engine.copied_for_a_save())
-                session.engine.use_worker_memory()
+                refuse_small_shared_memory(cfg.checkpoint, engine.copied_for_a_save())
+                engine.use_worker_memory()
 
             on_every_rank(share_copies)
         session.began = True

@@ -20,7 +20,7 @@ import torch
 from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.bridge.framework_names import host_memory_limit_gib
-from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, served
+from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, reading, served
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
 from bridge_fgo.engines.engine import attachment_of
@@ -73,7 +73,7 @@ def _refuse_unwired(optimizer: Any) -> None:
         )
 
 
-@served
+@reading
 def copies_masters(call: Call) -> Any:
     """Copy the masters that were not copied part by part."""
     return call.engine.write_back(call.source, _where_any(call))
@@ -82,7 +82,7 @@ def copies_masters(call: Call) -> Any:
 # Readers and writers between steps.
 
 
-@served
+@reading
 def reads_states(call: Call) -> Any:
     """Make the states readable first."""
     call.engine.require_whole(call.source, "read")
@@ -92,7 +92,7 @@ def reads_states(call: Call) -> Any:
         return call()
 
 
-@served
+@reading
 def reads_masters(call: Call) -> Any:
     """Make the masters readable first."""
     if not call.is_checkpointing:
@@ -177,7 +177,7 @@ def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
 COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")  # of these mcore gathers copies; others take tensors
 
 
-@served
+@reading
 def saves_states(call: Call) -> Any:
     """Have a state dictionary made, to be saved or to be loaded into, without bringing states to the GPU."""
     if is_fsdp(call.optimizer):
@@ -195,7 +195,7 @@ def saves_states(call: Call) -> Any:
         return call()
 
 
-@served
+@reading
 def reads_no_states(call: Call) -> Any:
     """Make the states readable first, but for a checkpoint: mcore drops what TE reads of them there."""
     adam: Any = call.optimizer.optimizer
@@ -205,7 +205,7 @@ def reads_no_states(call: Call) -> Any:
         return call()
 
 
-@served
+@reading
 def hands_out_states(call: Call) -> Any:
     """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
     model_param = call.args[0] if call.args else call.kwargs["model_param"]

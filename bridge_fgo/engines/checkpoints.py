@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import batched
-from typing import Any, override
+from typing import Any
 
 import torch
 
@@ -62,12 +62,12 @@ class CheckpointingEngine(Engine):
             )
         return True
 
-    @override
     def is_checkpointing(self, source: Source) -> bool:
+        """Return whether a source is being saved or loaded, so that `hand_out` gives its states wherever they are."""
         return source in self._snapshots
 
-    @override
     def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what `read` returns, the states of the optimizer parameter `param` by name, readable."""
         if source in self._snapshots:
             return self._snapshots[source].hand_out(param, read)
         part = self._offloaded[source].owners.get(id(param))
@@ -79,8 +79,8 @@ class CheckpointingEngine(Engine):
     # A save.
 
     @contextmanager
-    @override
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
+        """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
         lends = copies and self._lends and self._has_spares(source)
         owners = self._offloaded[source].owners
         snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._has_worker, lends)
@@ -91,8 +91,8 @@ class CheckpointingEngine(Engine):
         finally:
             self._snapshots.pop(source, None)
 
-    @override
     def use_worker_memory(self) -> None:
+        """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
         self._has_worker = True
         slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
         self._lends = has_files_for_buffers(len(slabs))
@@ -139,8 +139,12 @@ class CheckpointingEngine(Engine):
     # A load.
 
     @contextmanager
-    @override
     def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
+        """Context in which states are loaded from a checkpoint: `hand_out` says where to, and `put` writes them.
+
+        With `everything` states that are on the GPU leave first, so that nothing is loaded there; with `masters` every
+        master is written inside the block.
+        """
         if source in self._snapshots:  # mcore's methods call each other
             yield
         else:
@@ -176,20 +180,20 @@ class CheckpointingEngine(Engine):
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
 
-    @override
     def put(
         self, source: Source, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write
     ) -> None:
+        """Put loaded states of the optimizer parameter `param` in their place; see `Loading.put`."""
         loading = self._snapshots[source]
         assert isinstance(loading, Loading)
         loading.put(param, hand_out, loaded, write)
 
-    @override
     def load_begins(self, source: Source) -> None:
+        """Note that states are about to be overwritten one after another: nothing may use them before `load_ends`."""
         self._half_loaded.add(source)
 
-    @override
     def load_ends(self, source: Source) -> None:
+        """Note that every state has been overwritten that was to be."""
         self._half_loaded.discard(source)
         self.states_replaced(source)
 
@@ -201,7 +205,6 @@ class CheckpointingEngine(Engine):
                 "were overwritten and before others were; load a checkpoint that is whole"
             )
 
-    @override
     def states_replaced(self, source: Source) -> None:
         """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
         for slab in self._offloaded[source].slabs:
@@ -212,7 +215,6 @@ class CheckpointingEngine(Engine):
     # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
 
     @contextmanager
-    @override
     def overwriting_masters(self, source: Source) -> Iterator[None]:
         """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
         self.masters.give_up(source)
@@ -221,20 +223,21 @@ class CheckpointingEngine(Engine):
         yield
         self.masters.overwritten(source)
 
-    @override
     def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Call `copy`, which makes every master anew of the model's weights, part by part."""
         self.masters.give_up(source)
         with self.masters.trusted(source), self.masters.copied_whole():
             result = self._copy_by_part(source, copy, writes=True)
         self.masters.overwritten(source)
         return result
 
-    @override
     def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
+        """Call `copy`, which makes the model's weights anew of every master, part by part where it divides."""
         if source.writes_back_by_part:
             self._copy_by_part(source, copy, writes=False)
         else:
-            super().rewrite_weights(source, copy)
+            self.require_readable(source, masters_only=True)
+            copy()
 
     def _copy_by_part(self, source: Source, copy: Callable[[], Any], writes: bool) -> Any:
         """Have masters copied to weights, or weights to masters (`writes`); return what the last `copy` does."""
@@ -249,10 +252,11 @@ class CheckpointingEngine(Engine):
         self._by_part(source, of_part, masters_only=True, writes=writes)
         return result
 
-    @override
     def make_states(self, source: Source, make: Callable[[], None]) -> None:
+        """Call `make`, which makes every state that does not exist, and may write those that do (`Source.making`)."""
         if self.steps_whole(source):
-            super().make_states(source, make)
+            self.require_writable(source)
+            make()
         else:
             with source.making(make, self._offloaded[source].owners) as of_part:
                 self._by_part(source, of_part)

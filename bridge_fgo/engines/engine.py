@@ -1,18 +1,19 @@
-"""The protocol between the patches and whatever moves the bytes: one engine a rank, attached to its optimizers."""
+"""The protocol between the patches and whatever moves the bytes: one engine a rank, attached to its optimizers.
+
+For whoever reads or writes states outside of a training step, an engine of mcore's offloaders brings all of them back.
+`CheckpointingEngine` has verbs of its own for them.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-
-import torch
 
 from bridge_fgo.config import readable
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.offload.profile import Mark
-from bridge_fgo.offload.snapshot import States, Write
 from bridge_fgo.states.source import Source
 
 
@@ -113,11 +114,6 @@ class Engine(ABC):
         self.require_writable(source)
         yield
 
-    def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
-        """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
-        self.require_readable(source, masters_only=True)
-        return copy()
-
     @abstractmethod
     def settle(self) -> None:
         """End the training step's moves: what reads the masters on the current stream may, from now on."""
@@ -138,87 +134,12 @@ class Engine(ABC):
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
         """Do as `require_readable`, and give up copies out under way: what is written now would not be in them."""
 
-    @contextmanager
-    def overwriting_masters(self, source: Source) -> Iterator[None]:
-        """Context for overwriting every master, and states beside; their old values are not validated."""
-        self.require_writable(source)
-        yield
-
-    def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
-        """Call `copy`, which makes every master anew of the model's weights."""
-        with self.overwriting_masters(source):
-            return copy()
-
-    def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
-        """Call `copy`, which makes the model's weights anew of every master."""
-        self.require_readable(source, masters_only=True)
-        copy()
-
-    def make_states(self, source: Source, make: Callable[[], None]) -> None:
-        """Call `make`, which makes every state that does not exist, and may write those that do (`Source.making`)."""
-        self.require_writable(source)
-        make()
-
-    def states_replaced(self, source: Source) -> None:  # noqa: B027
-        """Let go of the memory of states in whose place something may have put other tensors."""
-
-    def require_whole(self, source: Source, what: str) -> None:  # noqa: B027
-        """Raise RuntimeError where an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
-
     def offload_now(self, whole: bool = False) -> None:  # noqa: B027
         """Offload every state that may be, and wait: something between steps takes memory, or loads weights.
 
         Masters that have no memory yet are made first (`State.take_first`). With `whole` masters are copied whole, so
         that they are right whatever is loaded over the model's weights.
         """
-
-    # Checkpoints.
-
-    @contextmanager
-    def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
-        self.require_readable(source)
-        yield
-
-    @contextmanager
-    def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
-        """Context in which states are loaded from a checkpoint: `hand_out` says where to, and `put` writes them.
-
-        With `everything` states that are on the GPU leave first, so that nothing is loaded there; with `masters` every
-        master is written inside the block.
-        """
-        self.require_writable(source)
-        yield
-
-    def load_begins(self, source: Source) -> None:  # noqa: B027
-        """Note that states are about to be overwritten one after another: nothing may use them before `load_ends`."""
-
-    def load_ends(self, source: Source) -> None:
-        """Note that every state has been overwritten that was to be."""
-        self.states_replaced(source)
-
-    def put(
-        self, source: Source, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write
-    ) -> None:
-        """Put loaded states of the optimizer parameter `param` in their place; see `Loading.put`."""
-        self.require_writable(source)
-        write(loaded)
-
-    def is_checkpointing(self, source: Source) -> bool:
-        """Return whether a source is being saved or loaded, so that `hand_out` gives its states wherever they are."""
-        return False
-
-    def hand_out(self, source: Source, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what `read` returns, the states of the optimizer parameter `param` by name, readable."""
-        self.require_readable(source)
-        return read()
-
-    def use_worker_memory(self) -> None:  # noqa: B027
-        """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
-
-    def copied_for_a_save(self) -> list[int]:
-        """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""
-        return []  # it gets the tensors themselves
 
     @abstractmethod
     def close(self) -> None:

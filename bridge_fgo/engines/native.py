@@ -152,8 +152,8 @@ class NativeEngine(CheckpointingEngine):
 
     # Whether states may be used.
 
-    @override
     def require_whole(self, source: Source, what: str) -> None:
+        """Raise RuntimeError where an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
         self.masters.require(source, what)
         self._require_loaded([source], what)
         self._require_untorn(what)
@@ -290,8 +290,8 @@ class NativeEngine(CheckpointingEngine):
             # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
             self.is_torn = not self._stepped >= set(self.sources)
 
-    @override
     def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
+        """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
         with source.writing_back() as written:
             if written is not None:
                 left = [part for part in self._offloaded[source].parts if not part.ids <= written]
@@ -335,8 +335,8 @@ class NativeEngine(CheckpointingEngine):
         with self.masters.copied_whole() if whole else nullcontext():
             self.schedule.release_everything()
 
-    @override
     def copied_for_a_save(self) -> list[int]:
+        """Return the bytes, at most, of each host tensor that a checkpoint gets of the states."""
         return [state.saved_nbytes for slab in self.slabs for state in slab.states]
 
     @override

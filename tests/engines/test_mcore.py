@@ -4,7 +4,6 @@ The fake of generation 1 has upstream's surface and its flaw: a reload counts as
 `sync_before_step` makes it so.
 """
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,9 @@ from fake_training import masters_of
 
 import bridge_fgo
 from bridge_fgo.bridge.session import Session
+from bridge_fgo.bridge.table import LOADERS, OF_DISTRIBUTED
+from bridge_fgo.bridge.table import READERS as SAVERS
+from bridge_fgo.engines.engine import ATTACHED, Attachment
 from bridge_fgo.engines.mcore import Generation1, Generation2, McoreEngine
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
@@ -130,16 +132,35 @@ def enter(context):
         pass
 
 
+def patched(name):
+    """Return a function that calls a method of an engine's optimizer as the table of patches has it called."""
+
+    def call(engine, source):
+        setattr(source.optimizer, ATTACHED, Attachment(engine, source))
+        (wrapper,) = (wrapper for names, wrapper, *_ in OF_DISTRIBUTED if name in names)
+        assert wrapper(lambda: name, source.optimizer, (), {}) == name
+
+    return call
+
+
 WRITERS = {
     "the optimizer step": lambda engine, source: enter(engine.stepping(source)),
-    "a checkpoint's load": lambda engine, source: enter(engine.overwriting_masters(source)),
     "the end of the session": lambda engine, source: engine.close(),
-}
+    **{
+        name: patched(name)
+        for name in (
+            *LOADERS, "load_parameter_state_from_dp_zero_legacy", "load_state_dict",
+            "_set_main_param_and_optimizer_states", "_copy_model_params_to_main_params",
+        )
+    },
+}  # fmt: skip
+PATCHED_READERS = (
+    *SAVERS, "sharded_state_dict", "state_dict", "_get_main_param_and_optimizer_states",
+    "_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer",
+)  # fmt: skip
 READERS = {
-    "a save": lambda engine, source: enter(engine.saving(source, copies=True)),
-    "a state that is handed out": lambda engine, source: engine.hand_out(source, None, dict),
-    "the copy to the model": lambda engine, source: engine.write_back(source, lambda: None),
     "the end of the training step": lambda engine, source: engine.settle(),
+    **{name: patched(name) for name in PATCHED_READERS},
 }
 
 
@@ -262,7 +283,6 @@ def test_an_engine_of_generation_1_offloads_every_state_and_none_before_there_ar
     assert engine.name == "mcore generation 1"
     assert engine.state_bytes == engine.planned_bytes == 2 * 3 * MASTERS
     assert engine.has_states() and engine.resident_note() == ""
-    assert engine.copied_for_a_save() == []
     empty = engine_of()
     for verb in (empty.begin_pass, empty.release, empty.reload, empty.settle, empty.require_writable, empty.close):
         verb()
@@ -314,20 +334,18 @@ def test_readers_and_reload_states_get_masters_and_whole_moments_once_copies_out
     assert "wait for copies out" in optimizer.events
 
 
-@pytest.mark.parametrize(
-    "who", ["a save", "a state that is handed out", "the copy to the model", "the end of the session"]
-)
+@pytest.mark.parametrize("who", [*PATCHED_READERS, "the end of the session"])
 def test_every_reader_waits_for_the_copies_out(of_second, who):
     optimizer, engine = of_second
     (READERS | WRITERS)[who](engine, *engine.sources)
     assert optimizer.events[-1] == "wait for copies out"
 
 
-@pytest.mark.parametrize("verb", ["stepping", "overwriting_masters", "settle", "require_writable"])
-def test_every_writer_waits_for_the_copies_in_also_where_no_update_came_and_the_host_does_not_stop(of_second, verb):
+@pytest.mark.parametrize("who", [*sorted(WRITERS.keys() - {"the end of the session"}), "the end of the training step"])
+def test_every_writer_waits_for_the_copies_in_also_where_no_update_came_and_the_host_does_not_stop(of_second, who):
     optimizer, engine = of_second
-    with getattr(engine, verb)(*() if verb == "settle" else engine.sources) or nullcontext():
-        assert optimizer.events == ["ensure masters", "stream waits for copies in"]
+    (READERS | WRITERS)[who](engine, *engine.sources)
+    assert optimizer.events == ["ensure masters", "stream waits for copies in"]
 
 
 def test_what_the_fraction_leaves_is_said_and_pinned_memory_is_that_of_upstreams_buffers():

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.states.fsdp import is_fsdp
 from bridge_fgo.tools.arms.record import digest, digest_each, joined
@@ -149,7 +150,9 @@ def final_state(model: Sequence[Any], optimizer: Any) -> dict[str, dict[str, tor
 def _handed_out(leaf: Any) -> Iterator[Callable[[Any, Callable[[], dict[str, Any]]], dict[str, Any]]]:
     """Context that gives a function of a parameter and of what reads its states, which are not brought to the GPU."""
     to = attachment_of(leaf)
-    if to is None:
+    if to is None or not isinstance(to.engine, NativeEngine):
+        if to is not None:
+            to.engine.require_readable(to.source)
         yield lambda parameter, read: read()
         return
     with to.engine.saving(to.source, copies=False):
