@@ -16,7 +16,7 @@ from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
-from bridge_fgo.states.fsdp import GroupCopy
+from bridge_fgo.states.fsdp import FsdpSource
 from bridge_fgo.tools.arms.final_state import mcore_optimizers
 
 pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")
@@ -290,7 +290,7 @@ def test_a_load_is_bitwise_a_resident_runs_in(saved, monkeypatch, cause):
     if cause == "debug mode":
         monkeypatch.setenv("BRIDGE_FGO_DEBUG", "1")
     elif cause == "quantized weights":
-        monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
+        monkeypatch.setattr(FsdpSource, "writes_back_by_part", False)
     config = bridge_fgo.OffloadConfig(engine="native", **share) if share else PARTS
     with training(True, config, **FSDP) as run:
         if cause == "a hook on the step":

@@ -190,9 +190,9 @@ def test_the_step_of_megatron_fsdp_goes_part_by_part_and_copies_each_part_to_the
 
 def test_masters_of_quantized_weights_stay_until_their_copy_which_is_one_for_all(monkeypatch):
     # As upstream's is: a collective over all groups.
-    from bridge_fgo.states.fsdp import GroupCopy
+    from bridge_fgo.states.fsdp import FsdpSource
 
-    monkeypatch.setattr(GroupCopy, "divides", lambda copy: False)
+    monkeypatch.setattr(FsdpSource, "writes_back_by_part", False)
     _, record, _ = same_steps(WHOLE, 4, **FSDP, layers=3)
     assert record.peak_forward_backward_bytes == 0
 

@@ -7,7 +7,7 @@ and `state`, `shard_fp32_from_float16_groups` and `buffers`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, override
 
@@ -36,19 +36,13 @@ def is_adam(inner: Any) -> bool:
     return isinstance(inner, (distrib_optimizer.Adam, *TORCH))
 
 
-class McoreSource(Source):
-    """The states of an optimizer of mcore's that copies masters to weights, which `master_copy` divides."""
+class McoreSource(MasterCopy, Source):
+    """The states of an optimizer of mcore's that copies masters to weights."""
 
-    def __init__(self, optimizer: Any, master_copy: MasterCopy) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
         self._inner_step = InnerStep(optimizer.optimizer)
-        self._master_copy = master_copy
         self._copies_parts = False
-
-    @property
-    @override
-    def writes_back_by_part(self) -> bool:
-        return self._master_copy.divides()
 
     @property
     @override
@@ -71,7 +65,7 @@ class McoreSource(Source):
     @override
     def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> Iterator[None]:
         self._copies_parts = self.writes_back_by_part  # asked once, not for each part
-        with self._inner_step.replaced(run, owners), self._master_copy.one_step():
+        with self._inner_step.replaced(run, owners), self.one_step():
             yield
 
     @override
@@ -80,18 +74,8 @@ class McoreSource(Source):
         if part is not None and part.written_back and self._copies_parts:
             # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
             # masters may leave at once.
-            self._master_copy.copy_part(part.ids)
+            self.copy_part(part.ids)
             part.mark_just_rounded()
-
-    @override
-    def writing_back(self) -> AbstractContextManager[frozenset[int] | None]:
-        return self._master_copy.of_the_rest()
-
-    @override
-    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
-        if part is not None:
-            return self._master_copy.of_some(part.ids)
-        return self._master_copy.of_all_but(frozenset().union(*(each.ids for each in parts)))
 
     def upstream_offloader(self) -> Any:
         """Return the offloader that mcore has built into the optimizer, or None."""
@@ -108,23 +92,20 @@ class McoreSource(Source):
 class MegatronSource(McoreSource):
     """The states of a DistributedOptimizer that is no stub, with Adam inside: the moments, and the fp32 masters."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, MasterCopy(optimizer))
-
     @override
     def states(self) -> list[Bundle]:
-        return bundles(self.optimizer, self._master_copy.rounded_weights())
+        return bundles(self.optimizer, self.rounded_weights())
 
     def rounded_masters(self) -> list[tuple[torch.Tensor, WeightShard]]:
         """Return each fp32 master that mcore keeps, and the 16-bit weights of this rank that it is rounded to."""
-        shards = self._master_copy.rounded_weights(HALF)
+        shards = self.rounded_weights(HALF)
         masters = (master for group in self.optimizer.shard_fp32_from_float16_groups for master in group)
         return [(master, shards[id(master)]) for master in masters if id(master) in shards]
 
     def round_again(self, masters: Iterable[torch.Tensor]) -> None:
         """Write the weights that some masters are rounded to, by mcore's own copy; the masters are on the GPU."""
-        with self._master_copy.one_step():
-            self._master_copy.copy_part(frozenset(id(master) for master in masters))
+        with self.one_step():
+            self.copy_part(frozenset(id(master) for master in masters))
 
 
 def bundles(optimizer: Any, rounded: Mapping[int, WeightShard] | None = None) -> list[Bundle]:

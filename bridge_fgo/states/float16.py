@@ -18,7 +18,7 @@ import torch
 
 from bridge_fgo.memory.state import Bundle, State, WeightShard
 from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, master_state, of_inner
-from bridge_fgo.states.masters import Buffers, MasterCopy
+from bridge_fgo.states.masters import Buffers
 
 MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""
@@ -32,28 +32,21 @@ def is_muon(inner: Any) -> bool:
     return any(each.__name__ in MUON_CLASSES for each in type(inner).__mro__)
 
 
-class WholeMasterCopy(MasterCopy):
-    """Divides `Float16OptimizerWithFloat16Params._copy_main_params_to_model_params`: each weight is whole on a rank."""
+class Float16Source(McoreSource):
+    """The states of a Float16OptimizerWithFloat16Params that is no stub, over Adam or Muon: whole on a rank."""
 
     masters = ("fp32_from_float16_groups", "float16_groups")
     native = ()
 
+    @property
     @override
-    def divides(self) -> bool:
-        """Return True: each master is copied by a call of its own, also to a quantized weight."""
-        return True
+    def writes_back_by_part(self) -> bool:
+        return True  # each master is copied by a call of its own, also to a quantized weight
 
     @override
     def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
         # In a slab a master is contiguous.
         return WeightShard(partial(getattr, model, "data"), 0, model.numel()) if model.is_contiguous() else None
-
-
-class Float16Source(McoreSource):
-    """The states of a Float16OptimizerWithFloat16Params that is no stub, over Adam or Muon."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, WholeMasterCopy(optimizer))
 
     @property
     @override
@@ -71,7 +64,7 @@ class Float16Source(McoreSource):
 
     @override
     def states(self) -> list[Bundle]:
-        rounded = self._master_copy.rounded_weights()
+        rounded = self.rounded_weights()
         masters = {id(param) for group in self.optimizer.fp32_from_float16_groups for param in group}
         inner = self.optimizer.optimizer
         result = [Bundle(param) for group in inner.param_groups for param in group["params"] if param.numel()]

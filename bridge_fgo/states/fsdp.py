@@ -22,7 +22,6 @@ import torch
 from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
 from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_inner
-from bridge_fgo.states.masters import MasterCopy
 from bridge_fgo.states.shadowed import shadowed
 
 BUFFER = "param_and_grad_buffer"  # attribute of a model chunk with what Megatron-FSDP keeps of it
@@ -48,15 +47,19 @@ def stepped_params(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield group, own
 
 
-class GroupCopy(MasterCopy):
-    """Divides Megatron-FSDP's `copy_main_weights_to_model_weights`, which goes through its parameter groups."""
+class FsdpSource(McoreSource):
+    """The states of a DistributedOptimizer over Megatron-FSDP that is no stub, on this rank: its local shards.
+
+    It divides Megatron-FSDP's `copy_main_weights_to_model_weights`, which goes through its parameter groups.
+    """
 
     native = ()
 
+    @property
     @override
-    def divides(self) -> bool:
-        """Return whether the copy may be divided; not where it quantizes: that is one collective over all groups."""
-        return not any(group.dtype == "float8" for group in parameter_groups(self._optimizer))
+    def writes_back_by_part(self) -> bool:
+        """Whether the copy may be divided; not where it quantizes: that is one collective over all groups."""
+        return not any(group.dtype == "float8" for group in parameter_groups(self.optimizer))
 
     @override
     def rounded_weights(self, dtypes: Any = ()) -> dict[int, WeightShard]:
@@ -65,7 +68,7 @@ class GroupCopy(MasterCopy):
 
     @override
     def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
-        for group, param in stepped_params(self._optimizer):
+        for group, param in stepped_params(self.optimizer):
             yield param, group
 
     @contextmanager
@@ -73,17 +76,10 @@ class GroupCopy(MasterCopy):
     def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> Iterator[None]:
         wanted = {id(group) for _, group in pairs}
         with ExitStack() as stack:
-            for buffer in (getattr(chunk, BUFFER) for chunk in self._optimizer.model_chunks):
+            for buffer in (getattr(chunk, BUFFER) for chunk in self.optimizer.model_chunks):
                 some = [group for group in buffer.parameter_groups if id(group) in wanted]
                 stack.enter_context(shadowed(buffer, {"parameter_groups": some}))
             yield
-
-
-class FsdpSource(McoreSource):
-    """The states of a DistributedOptimizer over Megatron-FSDP that is no stub, on this rank: its local shards."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, GroupCopy(optimizer))
 
     @override
     def states(self) -> list[Bundle]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.guard import class_of
+from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.states.shadowed import shadowed
 
@@ -19,10 +20,10 @@ Buffers = dict[int, Callable[[], torch.Tensor]]  # reads each weight buffer, one
 
 
 class MasterCopy:
-    """Divides `DistributedOptimizer._copy_main_params_to_model_params`, so that masters may leave early.
+    """The part of a source that divides `_copy_main_params_to_model_params`, so that masters may leave early.
 
-    The method copies each master of `shard_fp32_from_float16_groups` into the range of the parameter buffer that
-    belongs to the parameter at the same place of `model_float16_groups`; with shorter lists it copies fewer.
+    A DistributedOptimizer's copies each master of `shard_fp32_from_float16_groups` into the range of the parameter
+    buffer that belongs to the parameter at the same place of `model_float16_groups`; of shorter lists it copies fewer.
     """
 
     # the optimizer's lists of masters, and of the parameters that they are copied to
@@ -31,17 +32,18 @@ class MasterCopy:
     native = ("shard_fp32_groups", "model_fp32_groups")
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._copied: frozenset[int] | None = frozenset()  # by `id`, in the present step; None while a part is
         self._pairs: dict[int, tuple[Any, Any]] = {}
 
-    def divides(self) -> bool:
-        """Return whether the copy may be divided: not where quantizing is one collective over all weights (FP8, FP4).
+    @property
+    def writes_back_by_part(self) -> bool:
+        """Whether the copy may be divided: not where quantizing is one collective over all weights (FP8, FP4).
 
         Nor where masters are staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts
         need.
         """
-        config, ddp = (getattr(self._optimizer, name, None) for name in ("config", "ddp_config"))
+        config, ddp = (getattr(self.optimizer, name, None) for name in ("config", "ddp_config"))
         quantized = any(getattr(ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
         return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
@@ -50,7 +52,7 @@ class MasterCopy:
 
         Not for quantized weights (a class of their own), and not where the copy does not divide.
         """
-        if not self.divides() or not hasattr(self._optimizer, self.masters[1]):
+        if not self.writes_back_by_part or not hasattr(self.optimizer, self.masters[1]):
             return {}
         found = {}
         buffers: Buffers = {}
@@ -64,9 +66,9 @@ class MasterCopy:
 
     def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
         """Return where the master of a parameter is rounded to; None where its elements lie in another order."""
-        index, _, bucket = self._optimizer.model_param_gbuf_map[model]
-        place = self._optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-        of_bucket = self._optimizer.buffers[index].buckets[bucket]
+        index, _, bucket = self.optimizer.model_param_gbuf_map[model]
+        place = self.optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        of_bucket = self.optimizer.buffers[index].buckets[bucket]
         buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
         return WeightShard(buffer, place.start, place.size)
 
@@ -86,28 +88,30 @@ class MasterCopy:
         try:
             # Native fp32 parameters are no masters: the call for the rest has them.
             with self._only([self._pairs[i] for i in ids if i in self._pairs], native=False):
-                self._optimizer._copy_main_params_to_model_params()
+                self.optimizer._copy_main_params_to_model_params()
             copied |= ids
         finally:
             self._copied = copied
 
     @contextmanager
-    def of_the_rest(self) -> Iterator[frozenset[int] | None]:
-        """Context in which the method copies what was not copied part by part; gives `Source.writing_back`'s ids."""
+    def writing_back(self) -> Iterator[frozenset[int] | None]:
+        """Context in which the method copies what was not copied part by part; see `Source.writing_back`."""
         copied = self._copied
-        with self.of_all_but(copied) if copied else nullcontext():
+        with self._all_but(copied) if copied else nullcontext():
             yield copied
 
-    def of_some(self, ids: frozenset[int]) -> AbstractContextManager[None]:
-        """Context in which the lists hold the masters with these `id`s, and no native fp32 parameters."""
-        return self._only([pair for pair in self._all_pairs() if id(pair[0]) in ids], native=False)
+    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
+        """Context in which the lists hold a part's masters, or with None all others; see `Source.rewriting`."""
+        if part is None:
+            return self._all_but(frozenset().union(*(each.ids for each in parts)))
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) in part.ids], native=False)
 
-    def of_all_but(self, ids: frozenset[int]) -> AbstractContextManager[None]:
-        """Context in which the lists hold the masters without these `id`s, and the native fp32 parameters."""
+    def _all_but(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Return a context in which the lists lack the masters with these `id`s."""
         return self._only([pair for pair in self._all_pairs() if id(pair[0]) not in ids], native=True)
 
     def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
-        for groups in zip(*(getattr(self._optimizer, name) for name in self.masters), strict=True):
+        for groups in zip(*(getattr(self.optimizer, name) for name in self.masters), strict=True):
             yield from zip(*groups, strict=True)
 
     def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> AbstractContextManager[None]:
@@ -116,7 +120,7 @@ class MasterCopy:
         lists: dict[str, Any] = {of_masters: [[main for main, _ in pairs]], of_weights: [[model for _, model in pairs]]}
         if not native:
             lists |= {name: [] for name in self.native}
-        return shadowed(self._optimizer, lists)
+        return shadowed(self.optimizer, lists)
 
 
 # Masters without memory until they have a place.

@@ -11,7 +11,6 @@ from fused_adam import PrecisionAwareAdam
 
 from bridge_fgo.memory.state import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
-from bridge_fgo.states.masters import MasterCopy
 
 SIZES = [100, 64, 300, 8, 50]
 QUANTIZED = [
@@ -284,13 +283,13 @@ def test_only_an_fp32_master_is_rounded_to_a_weight(other):
     optimizer = with_model(make_distributed_optimizer([10, 20]))
     masters = masters_of(optimizer)
     masters[0] = other(masters[0])  # none: of a precision-aware Adam
-    assert set(MasterCopy(optimizer).rounded_weights()) == {id(masters[1])}
+    assert set(MegatronSource(optimizer).rounded_weights()) == {id(masters[1])}
 
 
 def test_a_weight_is_found_where_its_buffer_is_now():
     optimizer = with_model(make_distributed_optimizer([10, 20]))
     masters, bucket = masters_of(optimizer), optimizer.buffers[-1].buckets[0]
-    shards = MasterCopy(optimizer).rounded_weights()
+    shards = MegatronSource(optimizer).rounded_weights()
     first, second = (shards[id(master)] for master in masters)
     assert first.buffer is second.buffer, "one callable for each buffer"
     for _ in range(2):
