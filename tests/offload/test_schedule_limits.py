@@ -166,7 +166,7 @@ def test_the_least_margin_is_four_parts_and_at_most_a_16th_of_the_states(monkeyp
     monkeypatch.setattr("bridge_fgo.memory.layout.LEAST_PART_BYTES", 1024)
     monkeypatch.setattr("bridge_fgo.engines.offloaded_source.MARGIN_PARTS", 4)
     training = Training(layer=WHOLE)
-    assert part_bytes(training.sources[0].states(), training.engine._config) == part
+    assert part_bytes(training.sources[0].states(), training.engine.config) == part
     assert training.schedule.holding.margin_bytes == margin
 
 
