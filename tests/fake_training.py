@@ -305,9 +305,9 @@ def most_held_in(training, run):
     held = []
     update = InnerStep.update
 
-    def spy(inner, owner):
+    def spy(inner, *owners):
         held.append(training.schedule.ledger.nbytes)
-        update(inner, owner)
+        update(inner, *owners)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InnerStep, "update", spy)

@@ -107,14 +107,14 @@ class RandomTraining(Training):
 
 @pytest.fixture
 def updates_are_seen(order, monkeypatch):
-    """An update writes the slabs of its part."""
+    """An update writes the slabs of its parts."""
     update = InnerStep.update
 
-    def writes(inner, owner):
-        for slab in () if owner is None else owner.slabs:
+    def writes(inner, *owners):
+        for slab in (slab for owner in owners if owner is not None for slab in owner.slabs):
             if slab.gpu is not None:
                 order.write(("whole", slab))
-        update(inner, owner)
+        update(inner, *owners)
 
     monkeypatch.setattr(InnerStep, "update", writes)
 
