@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
 import warnings
 import weakref
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge_fgo.bridge.framework_names import frozen_folder, host_memory_limit_gib, nccl
+from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib, nccl
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
@@ -160,7 +161,7 @@ def _residency(move: Move, make: bool) -> Residency | None:
             chunks,
             optimizer,
             host_memory_limit_gib=host_memory_limit_gib(),
-            frozen_folder=frozen_folder() if _has_frozen(chunks) else None,
+            frozen_folder=os.environ.get(FOLDER) or None if _has_frozen(chunks) else None,
             nccl=nccl(),
         )
     except ValueError as error:

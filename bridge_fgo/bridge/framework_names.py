@@ -53,24 +53,23 @@ def nccl() -> Literal["suspend"] | None:
     return "suspend"
 
 
-def frozen_folder() -> str | None:
-    """Return the folder for frozen parameters that the environment has, None where it has none, or raise ValueError."""
+def require_frozen_folder() -> None:
+    """Raise ValueError where the environment has a folder for frozen parameters that can have no files."""
     if not (given := os.environ.get(FOLDER, "")):
-        return None
+        return
     from bridge_fgo.memory.host_buffer import FileBuffer  # imports torch
 
     try:
         FileBuffer(1, Path(given))
     except ValueError as error:
         raise ValueError(f"the environment variable {FOLDER}, which stands for {error}") from error
-    return given
 
 
 def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the names that are asked for: by "auto" all, by None those of the environment variable.
 
     Raises:
-        ValueError: a name is none of these, or `nccl` or `frozen_folder` raises one.
+        ValueError: a name is none of these, or `nccl` or `require_frozen_folder` raises one.
     """
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
@@ -83,5 +82,5 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
             )
     if names:
         nccl()
-        frozen_folder()
+        require_frozen_folder()
     return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))

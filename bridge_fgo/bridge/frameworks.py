@@ -17,7 +17,6 @@ from bridge_fgo.bridge import framework_moves as moves
 from bridge_fgo.bridge.framework_names import MEMORY_SAVED, NEMO_RL, SKYRL, VERL
 from bridge_fgo.bridge.patch import Patch, Wrapper
 from bridge_fgo.bridge.reporting import say
-from bridge_fgo.bridge.settings import is_installed
 
 RAYS_OWN = "_ray_trace_ctx"
 """Parameter that Ray adds to the methods of actors, for its tracing."""
@@ -89,13 +88,14 @@ class FrameworkPatch(Patch):
         for target in self._targets:
             owner, attribute = _owner_of(module, target.name)
             wrapped = vars(owner).get(attribute, getattr(owner, attribute))
-            ours = _patched(wrapped, target.wrapper, is_method=owner is not module)
+            ours = _patched(wrapped, target.wrapper, self.module, is_method=owner is not module)
             self.replace(owner, attribute, ours)
             if owner is not module:
                 self._take_bypasses(module, owner, attribute)
                 continue
             for other in _importers(module, attribute, wrapped):
                 self.replace(other, attribute, ours)
+        _patched_now.add(self.module)
         names = ", ".join(target.name for target in self._targets)
         say(f"{self.framework}: Residency moves the memory of {self.module}: {names}")
 
@@ -110,16 +110,21 @@ class FrameworkPatch(Patch):
     @override
     def undo(self) -> None:
         super().undo()
+        _patched_now.discard(self.module)
         while self._bypasses:
             setattr(*self._bypasses.pop())
 
 
-def _patched(function: Any, wrapper: Wrapper, is_method: bool) -> Any:
+_patched_now = set[str]()
+"""Modules whose functions are patched: who has imported one of these by name since keeps it after an uninstall."""
+
+
+def _patched(function: Any, wrapper: Wrapper, module: str, is_method: bool) -> Any:
     """Return the function that calls a wrapper: a plain one of the same name, as Ray pickles it by its name."""
 
     @functools.wraps(function)
     def ours(*args: Any, **kwargs: Any) -> Any:
-        if not is_installed():
+        if module not in _patched_now:
             return function(*args, **kwargs)
         kwargs.pop(RAYS_OWN, None)
         if not is_method:

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, NamedTuple
 
 import torch
 
+from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
@@ -185,6 +186,8 @@ class Residency:
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._gradients = self._kept(Gradients(buffers, names))
         self._weights = self._kept(Weights(self._chunks, buffers, names, self._device))
+        if frozen_folder == "":
+            raise ValueError("Residency(frozen_folder=''): name a folder, or leave it out")
         folder = None if frozen_folder is None else Path(frozen_folder)
         in_files = None if folder is None else self._weights.keep_in_files(folder, all_are_frozen)
         # Weights first: DDP's buffers free most of the GPU's memory for the host's.
@@ -629,18 +632,20 @@ class Residency:
         again. Host memory is page-locked once, and held until `drop` or `close`.
 
         Args:
-            name: any.
+            name: any text.
             where: as for `offload`; a swap leaves other parameters as they are.
 
         Raises:
             ValueError: a parameter is in FP8, or forwards would change the model's amax history
-                (`model.fp8_recipe="delayed"`); or `where`, as for `offload`. Or the host lacks memory.
+                (`model.fp8_recipe="delayed"`); or the name, or `where`, as for `offload`. Or the host lacks memory.
             RuntimeError: parameters are away; or it is closed. Or another rank failed. What fails in copying leaves
                 nothing under the name.
         """
 
         def look() -> tuple[tuple[list[WeightSlab], bool, int, Tally], bool]:
             self._require_open(in_block=True)
+            if not isinstance(name, str) or not name:  # an empty one would not end what `weights` refuses
+                raise ValueError(f"keep({name!r}): give a name, which is a text that is not empty")
             self._weights.require_known()
             slabs, finds = self._weights.chosen(where)
             self._require_plain(slabs)
@@ -675,6 +680,7 @@ class Residency:
             self.drop(name)
             raise
 
+    @_verb
     def drop(self, name: str) -> None:
         """Release the host memory of what was kept under a name; local, and no error where nothing was."""
         self._room += self._sets.drop(name)
@@ -694,7 +700,8 @@ class Residency:
         Raises:
             ValueError: nothing was kept under the name.
             RuntimeError: a backward has run since the last update, or a training step is running, or it is in another
-                such block, or closed. Nothing has moved. Or another rank failed.
+                such block, or closed; or ranks that share a buffer differ in whether it is away, or kept. Nothing has
+                moved. Or another rank failed.
             torch.OutOfMemoryError: there is no memory for parameters that are away.
         """
         kept, slabs, tally = self._find_swapped(name)
@@ -711,7 +718,7 @@ class Residency:
 
     @_verb
     def _find_swapped(self, name: str) -> tuple[WeightSet, list[WeightSlab], Tally]:
-        def look() -> tuple[tuple[WeightSet, set[WeightSlab], Tally], set[Any]]:
+        def look() -> tuple[tuple[WeightSet, set[WeightSlab], Tally], tuple[set[Any], set[Any]]]:
             self._require_open()
             if (kept := self._sets.by_name.get(name)) is None:
                 raise ValueError(f"weights({name!r}): kept are {sorted(self._sets.by_name)}; call keep({name!r}) first")
@@ -723,11 +730,18 @@ class Residency:
             self._wait_for_collectives()
             # Race: work on another stream may still write the weights that are summed, or read those that go.
             wait_for_gpu(self._device)
-            changed = self._sets.changed(kept)
-            return (kept, changed, Tally(self._device)), {slab.place for slab in changed}
+            changed, slabs = self._sets.changed(kept), set(kept.slabs)
+            found = {(slab.place, slab.is_away, slab in slabs) for slab in self._weights.slabs if slab.place}
+            return (kept, changed, Tally(self._device)), ({slab.place for slab in changed}, found)
 
-        (kept, changed, tally), places = told_by_ranks(look)
-        alike = set[Any]().union(*places) - {None}
+        (kept, changed, tally), told = told_by_ranks(look)
+        found = set[Any]().union(*(found for _, found in told))
+        if len({place for place, *_ in found}) < len(found):  # some would gather, and others not
+            raise RuntimeError(
+                f"weights({name!r}): of one of DDP's buffers some ranks alone have parameters away, or kept: call "
+                f"reload('params'), or keep({name!r}) with one `where`, on every rank"
+            )
+        alike = set[Any]().union(*(places for places, _ in told)) - {None}
         return kept, [slab for slab in kept.slabs if slab in changed or slab.place in alike], tally
 
     @_verb
@@ -1022,6 +1036,13 @@ def _accepted(
             f"Residency(config=OffloadConfig(gradients={config.gradients!r})): gradients are managed in Bridge's "
             "train_step alone; set it to False, or set optimizer.offload_optimizer_states and leave config out"
         )
+    if config is not None and config.activation_waits:
+        if not is_installed():
+            raise ValueError(
+                "Residency(config=OffloadConfig(activation_waits=True)): call bridge_fgo.install() first, for its waits"
+            )
+        activation_offload.refuse_unwaited(getattr(chunks[0], "config", None))
+        activation_offload.add_waits()
     if Residency.of(chunks) is not None:
         raise ValueError(
             "the model has a Residency already, or shares parameters with one that has: Residency.of(model) returns "

@@ -125,7 +125,7 @@ class Session:
         self._planned_steps = 0  # those with a plan so far
         self._is_proven = False  # whether a step has released what was planned
         self._had_states = False  # whether there was anything to release in a step that proves nothing yet
-        activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
+        self._add_waits()
         _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.
@@ -319,6 +319,10 @@ class Session:
         )
         if shortage := copy_queues.shortage():
             say(shortage)
+
+    def _add_waits(self) -> None:
+        """Add the waits that mcore's activation offload lacks; say so, or which of its methods are missing."""
+        activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
         if self._offloads_activations:
             missing = ", ".join(activation_offload.missing_methods())
             say(

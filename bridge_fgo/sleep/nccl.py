@@ -71,7 +71,9 @@ def _dotted(version: Iterable[int]) -> str:
 def _nccl_of(group: Any) -> Any:
     """Return the NCCL backend of a process group, None where it has none."""
     cuda, c10d = torch.device("cuda"), torch.distributed.distributed_c10d
-    backend = group._get_backend(cuda) if cuda in group._device_types else None
+    if cuda not in group._device_types:
+        return None
+    backend = group._get_backend(cuda)
     while isinstance(backend, getattr(c10d, "_ProcessGroupWrapper", ())):  # by TORCH_DISTRIBUTED_DEBUG=DETAIL
         backend = backend.wrapped_pg
     classes = tuple(getattr(c10d, name) for name in BACKENDS if hasattr(c10d, name))

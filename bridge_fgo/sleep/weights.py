@@ -233,6 +233,8 @@ class Weights:
         """Return the slabs that move for which a predicate holds, and whether it holds for any slab at all."""
         if where is None:
             return [*self.slabs], True
+        if not callable(where):
+            raise ValueError(f"where={where!r}: give a function of a parameter's name and the parameter")
         slabs = [slab for slab in self.slabs if slab.matches(where)]
         return slabs, bool(slabs) or any(slab.matches(where) for slab in self._staying)
 

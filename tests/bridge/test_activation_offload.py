@@ -296,6 +296,16 @@ def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(
         train(offload, ONE_STAGE)
 
 
+def test_a_residency_that_is_asked_for_the_waits_adds_them_before_any_training_step(monkeypatch):
+    monkeypatch.setattr(activation_offload, "_are_added", False)
+    config = bridge_fgo.OffloadConfig(activation_waits=True)
+    with pytest.raises(ValueError, match=r"activation_waits=True\)\): call bridge_fgo\.install\(\) first"):
+        bridge_fgo.Residency(torch.nn.Linear(3, 2), config=config)
+    with bridge_fgo.install():
+        bridge_fgo.Residency(torch.nn.Linear(3, 2), config=config).close()
+    assert activation_offload._are_added
+
+
 def test_an_mcore_without_one_of_the_methods_is_refused_where_the_waits_are_asked_for(offload, monkeypatch):
     model = SimpleNamespace(fine_grained_activation_offloading=True)
     activation_offload.refuse_unwaited(model)

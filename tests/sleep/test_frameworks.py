@@ -236,6 +236,17 @@ def test_an_uninstall_gives_back_the_frameworks_own_functions(modules, sleeper, 
     assert not hasattr(patched, "__wrapped__")
 
 
+def test_who_imported_by_name_what_was_patched_calls_the_frameworks_own_after_an_uninstall(modules):
+    model = torch.nn.Linear(4, 4)
+    for frameworks, moves in (("verl", True), ((), False), ("verl", True)):
+        with bridge_fgo.install(frameworks=frameworks):
+            engine = importlib.import_module(ENGINE)
+            engine.offload_megatron_model_to_cpu([model])
+            assert (bridge_fgo.Residency.of(model) is not None) is moves
+            engine.load_megatron_model_to_gpu([model])
+    assert engine.CALLS == ["offload_model", "load_model"]
+
+
 def test_an_uninstall_closes_no_model_that_is_gone_as_other_ranks_may_have_collected_it(modules, sleeper, monkeypatch):
     closed, close, me = [], bridge_fgo.Residency.close, sleeper()
     monkeypatch.setattr(bridge_fgo.Residency, "close", lambda res: (closed.append(res), close(res)))

@@ -166,6 +166,8 @@ def test_a_choice_of_no_parameter_is_an_error_and_nothing_moves(sleeper):
     me.res.reload()
     with pytest.raises(ValueError, match="where= holds for no parameter"):
         me.res.keep("none", where=lambda name, _: name == "none")
+    with pytest.raises(ValueError, match=r"where='layers\.0': give a function of a parameter's name"):
+        me.res.offload("params", where="layers.0")
     me.train()
     me.assert_as_resident()
 

@@ -139,7 +139,7 @@ def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradient
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks(monkeypatch):
+def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks_and_is_told_so(monkeypatch, capsys):
     monkeypatch.setattr(activation_offload, "_are_added", False)
     with CpuTraining(options()) as training:
         res = residency(training)
@@ -150,6 +150,7 @@ def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks(monkeypa
         assert states.meter.of_intervals == ALLOCATED
         Session(None, offloads, replace(WHOLE, gpu_memory_budget_gib="auto"), owner=states)
         assert states.meter.of_intervals == ACTIVE, "what is copied out has its memory still"
+        assert "the waits that mcore's copies of activations lack are added" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("installed")

@@ -9,6 +9,7 @@ from sleeping import KINDS, WHOLE, fail, residency
 from test_quantized import Float8Tensor, in_ddp, mcore_knows_them  # noqa: F401 - a fixture
 
 import bridge_fgo
+from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory.storage_slab import StorageSlab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -282,6 +283,33 @@ def test_a_limit_of_host_memory_counts_what_is_kept_and_what_is_dropped_makes_ro
     me._res = residency(me.training, host_memory_limit_gib=5000 / 2**30)
     with pytest.raises(ValueError, match="beside that of all parameters"):
         me.res.keep("ref")
+
+
+def test_ranks_of_a_buffer_that_differ_in_what_is_away_or_kept_are_refused_before_any_gathers(sleeper, monkeypatch):
+    me = sleeper()
+    me.res.keep("ref")
+    slab, told = me.res._weights.slabs[0], residency_module.told_by_ranks
+    slab.place = (0, 0)
+    for other in ((True, True), (False, False)):
+
+        def with_another(act, other=other):
+            own, (mine,) = told(act)
+            return own, [mine, (set(), {(slab.place, *other)})]
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(RuntimeError, match="some ranks alone have parameters"),
+        ):
+            patch.setattr(residency_module, "told_by_ranks", with_another)
+            me.res.weights("ref").__enter__()
+    with me.res.weights("ref"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ValueError, match=rf"keep\({name!r}\): give a name"):
+        bridge_fgo.Residency(torch.nn.Linear(3, 2)).keep(name)
 
 
 def test_keep_of_parameters_that_are_away_says_what_to_call_and_its_host_memory_ends_with_close(sleeper):
