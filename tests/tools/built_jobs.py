@@ -50,6 +50,10 @@ def dense():
     return config(f"{SMALL} --tp 2 --pp 2", virtual_pipeline_model_parallel_size=2, qk_layernorm=True)
 
 
+def without_layers():
+    return config(SMALL, transformer_layer_spec=None)
+
+
 def block_spec():
     from functools import partial
 

@@ -158,6 +158,11 @@ def test_all_refusals_are_listed_at_once():
     assert [text.split("=")[0] for text in job.refusals] == ["optimizer.optimizer_cuda_graph", "dist.use_torch_fsdp2"]
 
 
+def test_layers_of_no_function_are_an_error_that_names_the_setting():
+    error = built_jobs.answer("without_layers")["error"]
+    assert error.startswith("model.transformer_layer_spec=None: ") and "leave the line out of the config" in error
+
+
 def test_a_vocabulary_that_nobody_knows_is_asked_for():
     error = built_jobs.answer("unsized")["error"]
     assert error.startswith("model.vocab_size") and "--vocab-size" in error

@@ -93,6 +93,12 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
             found |= build_stages(config, gpus)
         except Exception as error:  # of layers that have no shapes here; the whole of it goes to stderr
             traceback.print_exc()
+            unset = [name for name, value in vars(config.model).items() if name.endswith("_spec") and value is None]
+            if unset and "None" in str(error) and "callable" in str(error):
+                raise ValueError(
+                    f"model.{unset[0]}=None: Bridge calls it for the model's layers: name a function, or leave the "
+                    "line out of the config, for Bridge's own"
+                ) from None
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["recomputations"] = dict(recomputations(as_given, gpus))
     found["config"] = plain_config(config)  # last: the vocabulary is only now known

@@ -88,7 +88,8 @@ class Recommendation:
         if self.advised is None:
             return "Recommended: more GPUs, or more tensor or pipeline parallelism; nothing fits as it is laid out"
         if self.advised is self.choices[0]:
-            return "Recommended: as configured; nothing needs to leave the GPU"
+            what = "as configured; nothing needs to leave the GPU"
+            return ": ".join(("Recommended", what, *self.advised.overrides))  # which unset the flag
         change = self.change(self.advised)
         faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than resident"
         if not self.choices[0].fits:
@@ -129,6 +130,7 @@ class Recommender:
                 "whole backward, or leave it out"
             )
         self._of_host, self._room = SYSTEMS[link.name].host_bytes, room or SYSTEMS[link.name].room
+        self._unset = (FLAG_OFF,) if job.flag else ()
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
         self._states = states_of_ranks(job, self._offload)
         self._as_it_is = self._estimate(job, everything=True)
@@ -191,10 +193,12 @@ class Recommender:
 
     def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
         estimate = self._estimate(job, everything=True)
-        peak, flag = estimate.resident_peak, (FLAG_OFF,) if self._job.flag else ()
+        peak = estimate.resident_peak
         pinned = max(stage.copies for stage in estimate.stages) * self._gpus_of_node
         fits, close = peak <= self._room and pinned <= self._of_host, close_call(estimate, self._room, peak)
-        return self._choice(name, (*flag, *overrides), peak, sum(_copied(job)), self._compute(job).step, fits, close)
+        return self._choice(
+            name, (*self._unset, *overrides), peak, sum(_copied(job)), self._compute(job).step, fits, close
+        )
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with gradients too."""
@@ -349,7 +353,7 @@ class Recommender:
         peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
         yield self._choice(
             "HybridDeviceOptimizer",
-            ("optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
+            (*self._unset, "optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
             peak,
             offloaded,
             self._compute(self._job).step + self._hybrid_seconds * updated,
