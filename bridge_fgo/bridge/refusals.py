@@ -223,12 +223,11 @@ OF_ENGINES = [
 """Rows that apply to mcore's own offloaders."""
 
 GRADIENTS = "OffloadConfig.gradients"
-_KEEP_GRADIENTS = f"set {GRADIENTS}=False"
 
 
 def _gradients(beside: str, text: str, when: Callable[[Asked], bool]) -> Refusal:
     """Return the row of a setting beside which gradients can be neither allocated late nor offloaded."""
-    return Refusal(GRADIENTS, (beside,), f"{text}; {_KEEP_GRADIENTS}", lambda a: bool(a[GRADIENTS]) and when(a))
+    return Refusal(GRADIENTS, (beside,), f"{text}; or set {GRADIENTS}=False", lambda a: bool(a[GRADIENTS]) and when(a))
 
 
 REMAINDERS = "OffloadConfig.master_remainders"
