@@ -53,6 +53,11 @@ def test_the_parts_are_bridges_and_mcores_own():
         assert type(training.optimizer.config) is OptimizerConfig
         assert training.optimizer.config is training.cfg.optimizer
         assert training.cfg.optimizer.offload_optimizer_states is True
+    with CpuTraining(CpuOptions(experts=True, chunks=2)) as training:
+        found = training.optimizer.chained_optimizers
+        assert len(training.model) == 2 and [type(each) for each in found] == [DistributedOptimizer] * 2
+        groups = [{group["is_expert_parallel"] for group in each.param_groups} for each in found]
+        assert groups == [{False}, {True}], "dense parameters and experts"
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -61,40 +66,6 @@ def test_rerun_runs_two_passes_and_is_bitwise_equal_to_no_fault(chunks):
     assert [step.passes for step in faulty] == [1, 1, 2, 1]
     assert [(s.loss, s.grad_norm, s.skipped) for s in faulty] == [(s.loss, s.grad_norm, s.skipped) for s in plain]
     assert end == end_of_plain
-
-
-def test_experts_make_two_distributed_optimizers():
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    with CpuTraining(CpuOptions(experts=True)) as training:
-        dense, expert = training.optimizer.chained_optimizers
-        assert isinstance(dense, DistributedOptimizer) and isinstance(expert, DistributedOptimizer)
-        assert [group["is_expert_parallel"] for group in expert.param_groups] == [True]
-        assert not any(group["is_expert_parallel"] for group in dense.param_groups)
-        before = training.digests()["masters"]
-        assert not training.step().skipped
-        assert training.digests()["masters"] != before
-        assert all(expert.optimizer.state.values())
-
-
-def test_two_chunks_share_one_optimizer_step(monkeypatch):
-    with CpuTraining(CpuOptions(chunks=2)) as training:
-        calls = []
-        step, finalize = training.optimizer.step, training.cfg.model.finalize_model_grads_func
-        monkeypatch.setattr(training.optimizer, "step", lambda: calls.append("step") or step())
-
-        def finalize_all(model, *args, **kwargs):
-            calls.append(f"finalize {len(model)} chunks")
-            return finalize(model, *args, **kwargs)
-
-        training.cfg.model.finalize_model_grads_func = finalize_all
-        assert len(training.model) == 2
-        before = {name: tensor.clone() for name, tensor in training.state_tensors()["params"]}
-        assert training.step().passes == 1
-        assert calls == ["finalize 2 chunks", "step"]
-        after = training.state_tensors()["params"]
-        moved = [name for name, tensor in after if not torch.equal(tensor, before[name])]
-        assert {name.split(".")[0] for name in moved} == {"0", "1"}
 
 
 def test_live_bytes_count_masters_and_moments_and_native_fp32_parameters_have_no_master_of_their_own():

@@ -71,9 +71,7 @@ def check_golden(name, text):
     assert text.splitlines() == path.read_text().splitlines()
 
 
-def test_dry_runs_of_v4_on_gb200_and_of_tiny_without_gpus_and_here_are_the_kept_ones(launch, monkeypatch, tmp_path):
-    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0", "segment=0")
-    check_golden("tiny_slurm.txt", launch("--factory", "tiny", *node, "offload=false", "--dryrun"))
+def test_dry_runs_of_v4_on_gb200_and_of_tiny_here_are_the_kept_ones(launch, monkeypatch, tmp_path):
     check_golden("tiny_local.txt", launch("--factory", "tiny", "overrides=train.train_iters=3", "--dryrun"))
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     text = launch(*DSV4, "overrides=train.train_iters=10 'dataset.path_to_cache=/my cache'", "--dryrun")
@@ -88,7 +86,6 @@ def test_an_argument_with_a_space_is_one_of_each_process_and_overrides_stand_by_
     assert shlex.split(line)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
     here = Job(recipe="tiny", scheduler="local", overrides="a=1 'b=/my cache'")
     assert here.task().args == ["tiny", "--offload", "a=1", "b=/my cache"]  # torchrun's arguments as they are
-    node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
     own = ("train.train_iters=3", "optimizer.offload.fraction=0.5", "+model.x=/my cache")
     text = launch("--factory", "tiny", own[0], *node, *own[1:], "overrides=a=1 b=2", "--dryrun")
     (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
@@ -116,12 +113,15 @@ def test_gradients_are_a_word_or_true_or_false(launch, value):
         ("dsv4_flash_64gpu", "segment=8", {"#SBATCH --segment=8"}),
         ("dsv4_flash_64gpu", "nodes=8", {"recipe dsv4_flash_64gpu is laid out for 64 GPUs, this job has 32"}),
         ("tiny", "scheduler=slurm", {"#SBATCH --gpus-per-node=1", "#SBATCH --ntasks-per-node=1"}),
+        ("tiny", "scheduler=slurm gpus_per_node=0 offload=false", {"#SBATCH --ntasks-per-node=1"}),
     ],
 )
 def test_a_job_has_the_nodes_that_its_gpus_need_and_the_settings_of_slurm(launch, recipe, settings, lines):
     printed = launch("--factory", recipe, "account=acct", *settings.split(), "--dryrun").splitlines()
     assert lines <= set(printed)
     assert recipe != "tiny" or not any("is laid out for" in line for line in printed)
+    assert any("--gpus-per-node" in line for line in printed) == ("gpus_per_node=0" not in settings)
+    assert any(line.endswith("train tiny --no-offload") for line in printed) == ("offload=false" in settings)
 
 
 def test_a_container_without_mounts_gets_none_but_nemo_runs(launch):

@@ -115,7 +115,7 @@ def test_without_bridge_the_error_of_a_recipe_says_what_to_install(missing, monk
         config.build(catalog.find("tiny"), offload=True)
 
 
-def test_tiny_for_a_gpu_is_a_config_that_the_package_accepts():
-    ours = config.build(catalog.find("tiny"), offload=True, overrides=["train.train_iters=3"])
-    assert ours.config.train.train_iters == 3
+def test_tiny_for_a_gpu_is_a_config_of_ten_steps_that_the_package_accepts():
+    ours = config.build(catalog.find("tiny"), offload=True)
+    assert ours.config.train.train_iters == 10
     refuse_config(ours.config)

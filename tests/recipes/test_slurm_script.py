@@ -275,15 +275,6 @@ def test_a_task_of_nemo_run_has_the_recipes_environment_and_of_the_callers_what_
     assert not any(line.startswith("SECRET=") for line in printed)
 
 
-@needs_slurm
-def test_a_refusing_preflight_ends_the_job_before_training(submit, slurm):
-    job, printed = submit(PREFLIGHT="false", PYTHON="echo")
-    wait_for_job(job, slurm)
-    text = printed.read_text()
-    assert "refuses this job on a node, see above; training was not started" in text
-    assert "bridge_fgo.recipes.train" not in text
-
-
 TRAINER = """\
 echo "restart ${SLURM_RESTART_COUNT:-0}: $*"
 case ${SLURM_RESTART_COUNT:-0} in

@@ -3,6 +3,7 @@
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -109,22 +110,17 @@ def test_the_floor_is_of_what_is_copied_into_the_room_of_activations_and_what_tw
     phases = {"backward": 0.1, "first_forward": 0.05, "between": pytest.approx(0.02)}
     assert asked == {"nbytes": 7 * GB, **rates, **phases, "room": 20 * GB}
 
-    # 10 GB; 5 GB come in backward's 0.1 s. The other 5 GB need 0.1 s both ways at once, and then 5 GB more have to go:
-    # 2.5 GB in the 0.05 s of the first forward, the rest before it ends.
-    added = floor_seconds(
-        10 * GB, d2h=50 * GB, h2d=50 * GB, duplex=50 * GB, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB
-    )
-    assert added == pytest.approx(0.1 + 0.1 - 0.02 - 0.05)
-    # In twice as fast, all 10 GB come in backward; then what did not go in the forward's 0.05 s goes at 50 GB a second.
-    rates = {"d2h": 50 * GB, "h2d": 100 * GB, "duplex": 50 * GB}
-    added = floor_seconds(10 * GB, **rates, backward=0.1, first_forward=0.05, between=0.02, room=20 * GB)
-    assert added == pytest.approx(0.2 - 0.02 - 0.05)
-
-
-@pytest.mark.parametrize(("room", "added"), [(20 * GB, 0.0), (0, 10 / 45)])
-def test_copies_hide_behind_longer_passes_where_activations_leave_them_room(room, added):
-    floor = floor_seconds(10 * GB, 50 * GB, 50 * GB, 45 * GB, backward=0.4, first_forward=0.3, between=0.0, room=room)
-    assert floor == pytest.approx(added)
+    for rates, passes, room, added in (
+        # 10 GB; 5 GB come in backward's 0.1 s. The other 5 GB need 0.1 s both ways at once, and then 5 GB more have to
+        # go: 2.5 GB in the 0.05 s of the first forward, the rest before it ends.
+        ((50, 50, 50), (0.1, 0.05, 0.02), 20, 0.1 + 0.1 - 0.02 - 0.05),
+        # In twice as fast, all 10 GB come in backward; then what did not go in the forward goes at 50 GB a second.
+        ((50, 100, 50), (0.1, 0.05, 0.02), 20, 0.2 - 0.02 - 0.05),
+        # Copies hide behind longer passes, where activations leave them room.
+        ((50, 50, 45), (0.4, 0.3, 0.0), 20, 0.0),
+        ((50, 50, 45), (0.4, 0.3, 0.0), 0, 10 / 45),
+    ):
+        assert floor_seconds(10 * GB, *(GB * rate for rate in rates), *passes, GB * room) == pytest.approx(added)
 
 
 def test_the_table_has_the_range_of_steps_and_a_dash_for_what_is_not_asked():
@@ -209,12 +205,6 @@ def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_j
     assert names_of(json.loads(result.stdout)) == ["resident", "native"]
 
 
-@pytest.mark.parametrize("megatron_lm", [False, True])
-def test_mcores_offloader_is_an_arm_by_default_where_a_checkout_is_given(made_up, tmp_path, megatron_lm):
-    given = f"--megatron-lm {checkout(tmp_path)}" if megatron_lm else ""
-    assert names_of(ran(tmp_path, given)) == ["resident", "native", "half", *["mcore"] * megatron_lm, "hybrid"]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -244,14 +234,21 @@ def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made
     ran(tmp_path, "--arms resident,native", status=1)
 
 
-def test_a_failing_peer_is_named_and_others_reported_but_not_without_the_resident_arm(made_up, tmp_path):
-    made_up[1].add("mcore")
-    saved = ran(tmp_path, "--arms resident,mcore,native", status=2)
-    assert list(saved["failed"]) == ["mcore"] and names_of(saved) == ["resident", "native"]
-    (tmp_path / "bench.json").unlink()
+def test_without_the_resident_arm_nothing_is_compared(made_up, tmp_path):
     made_up[1].add("resident")
     assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 2
     assert not (tmp_path / "bench.json").exists()
+
+
+def test_the_arms_by_default_are_those_that_can_run(tmp_path):
+    for how, names in (
+        ({}, "resident,native,half,hybrid"),
+        ({"in_turn": True}, "resident,native,hybrid"),
+        ({"optimizer": "muon"}, "resident,native,half"),
+        ({"megatron_lm": [Path(checkout(tmp_path))]}, "resident,native,half,mcore,hybrid"),
+        ({"fsdp": "optim"}, ",".join(OF_FSDP)),
+    ):
+        assert options.Settings(**how).names == names.split(",")
 
 
 # --- Megatron-FSDP beside DistributedOptimizer ---
@@ -288,8 +285,8 @@ def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(trained, tmp_
     assert [shown[name] for name in ("fsdp", "native", "hybrid")] == ["1.25", "1.00", "7.50"]
 
 
-@pytest.mark.parametrize("failing", ["fsdp_resident", "fsdp", "native"])
-def test_without_one_of_the_arms_nothing_is_compared_and_the_others_are_reported(trained, tmp_path, failing):
+@pytest.mark.parametrize("failing", ["fsdp_resident", "native"])
+def test_a_failing_arm_is_named_and_the_others_are_reported_but_not_those_compared_with_it(trained, tmp_path, failing):
     trained.add(failing)
     saved = ran(tmp_path, "--fsdp optim", status=2)
     gone = {"fsdp_resident", "fsdp"} if failing == "fsdp_resident" else {failing}

@@ -13,12 +13,6 @@ from bridge_fgo.tools.bench import command, presets
 from bridge_fgo.tools.bench.options import Settings
 
 
-def options_of(names, megatron_lm=(), preset="short", **how):
-    """Return the parsed options of each arm, by its name."""
-    found = presets.arms(names, list(megatron_lm), preset, **how)
-    return {arm.name: gpu.parse([*arm.options, "--events", "unused"]) for arm in found}
-
-
 @pytest.fixture
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
@@ -105,29 +99,74 @@ def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_variables_whos
 
 # --- what each arm is started with ---
 
+NATIVE = {"offload": "on", "engine": "native"}
+ARMS = {
+    "resident": {"offload": "off"},
+    "recomputed": {"offload": "off", "recompute": "full"},
+    "native": NATIVE | {"recompute": "none", "gradients": None},
+    "whole": NATIVE | {"master_remainders": False},
+    "half": NATIVE,
+    "auto": NATIVE | {"gpu_memory_budget_gib": "auto"},
+    "lazy": NATIVE | {"gradients": "lazy"},
+    "gradients": NATIVE | {"gradients": True},
+    "auto_gradients": NATIVE | {"gradients": True, "gpu_memory_budget_gib": "auto"},
+    "mcore": {"offload": "on", "engine": "mcore"},
+    "fsdp_resident": {"offload": "off", "fsdp": "optim"},
+    "fsdp": NATIVE | {"fsdp": "optim"},
+    "hybrid": {"offload": "off", "hybrid": True},
+}
+"""Of each arm what tells it from others; no other is of Megatron-FSDP or hybrid."""
 
-def test_an_arm_is_started_with_what_its_name_stands_for(start, tmp_path):
+
+def differing(preset="short", names=tuple(ARMS), **how):
+    """Return what of the arms' parsed options is not as `ARMS` says, by name, and all of them."""
+    found = presets.arms(list(names), [], preset, **how)
+    parsed = {arm.name: vars(gpu.parse([*arm.options, "--events", "unused"])) for arm in found}
+    wanted = {name: {"fsdp": None, "hybrid": False} | ARMS[name] for name in names}
+    different = {
+        (name, option): parsed[name][option]
+        for name, options in wanted.items()
+        for option, value in options.items()
+        if parsed[name][option] != value
+    }
+    return different, parsed
+
+
+def test_an_arm_has_the_options_that_its_name_and_the_preset_stand_for():
+    assert not differing(fsdp="optim")[0]
+    # Where nothing resident fits as it is, resident arms recompute, and offloaded ones do not.
+    different, parsed = differing("tight", fsdp="optim")
+    assert not different
+    of_attention = {name for name, options in parsed.items() if options["recompute"] == "attention"}
+    assert of_attention == {"resident", "fsdp_resident"}
+    # The preset of many slabs sets their size, for this package's engine alone.
+    small = {name for name, options in differing("slabs", fsdp="optim")[1].items() if options["slab_bytes"] == 2**22}
+    assert small == {name for name, options in ARMS.items() if options.get("engine") == "native"}
+    adam = [name for name in ARMS if not name.startswith("fsdp") and name not in ("mcore", "hybrid")]
+    for optimizer in ("muon", "dist_muon"):
+        different, parsed = differing(names=adam, optimizer=optimizer)
+        assert not different
+        trained = {(one["optimizer"], one["distributed"], one["layer_wise"]) for one in parsed.values()}
+        assert trained == {(optimizer, False, False)}
+
+
+def test_mcores_own_muon_is_layer_wise():
+    _, found = presets.arms(["resident", "mcore"], [], "short", "dist_muon")
+    mcore = gpu.parse([*found.options, "--events", "unused"])
+    assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
+    assert mcore.no_install and mcore.offload == "on" and not found.bitwise
+
+
+def test_an_arm_is_started_with_its_budget_its_checkout_and_its_variables(start, tmp_path):
     options, environment = start("half")
     assert float(options["--gpu-memory-budget-gib"]) == 35 * GB / 2**30 and environment == {}
     assert "--gpu-memory-budget-gib" not in start("native")[0]
-    assert "--no-master-remainders" in start("whole")[0]
     path = checkout(tmp_path / "dev")
     _, environment = start("mcore", megatron_lm=[path])
     assert environment["PYTHONPATH"].split(":")[0] == path
     assert "" not in environment["PYTHONPATH"].split(":"), "an empty entry is the current folder"
     options, environment = start("native:A=1:B=x:y=z")
     assert environment == {"A": "1", "B": "x", "y": "z"} and options["--engine"] == "native"
-
-
-def test_where_nothing_resident_fits_as_it_is_resident_arms_recompute_and_offloaded_ones_do_not(start):
-    recomputes = {name: start(name, preset="tight")[0] for name in ("resident", "recomputed", "auto", "native")}
-    wanted = {"resident": "attention", "recomputed": "full", "auto": None, "native": None}
-    assert {name: found.get("--recompute") for name, found in recomputes.items()} == wanted
-    assert recomputes["auto"]["--gpu-memory-budget-gib"] == "auto" and recomputes["recomputed"]["--offload"] == "off"
-    assert "--recompute" not in start("resident")[0]
-    of_fsdp = options_of(OF_FSDP, preset="tight", fsdp="optim_grads_params")
-    recomputing = {name: one.recompute for name, one in of_fsdp.items() if one.recompute != "none"}
-    assert recomputing == {"resident": "attention", "fsdp_resident": "attention"}
 
 
 @pytest.mark.parametrize("name", ["native", "whole", "half", "hybrid"])
@@ -146,14 +185,6 @@ def test_arms_that_save_take_a_step_after_the_last_save_and_mcores_offloaders_do
     assert "--save" not in start("mcore", saves=True)[0]
 
 
-def test_the_preset_of_many_slabs_sets_their_size_for_this_packages_engine_alone():
-    names, fsdp = list(presets.NAMES), "optim"
-    small = {one.name: "--slab-bytes" in one.options for one in presets.arms(names, [], "slabs", fsdp=fsdp)}
-    ours = ("native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients", "fsdp")
-    assert small == {name: name in ours for name in presets.NAMES}
-    assert not any("--slab-bytes" in one.options for one in presets.arms(names, [], "short", fsdp=fsdp))
-
-
 def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
     options, _ = start("native", gpus=8, preset="moe")
     assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8"), "microbatches for each, experts over all"
@@ -163,31 +194,6 @@ def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
     assert (options["--tp"], options["--gbs"]) == ("2", str(2 * 8 * 2))
     with pytest.raises(ValueError, match="--tp 3"):
         presets.size_options("short", gpus=4, tp=3)
-
-
-# --- optimizers and offloaders ---
-
-
-@pytest.mark.parametrize("optimizer", ["muon", "dist_muon"])
-def test_every_arm_trains_with_the_same_optimizer(optimizer):
-    found = options_of(["resident", "native", "whole", "half", "auto", "recomputed"], optimizer=optimizer)
-    assert {(one.optimizer, one.distributed, one.layer_wise) for one in found.values()} == {(optimizer, False, False)}
-    assert found["resident"].offload == "off" and found["native"].offload == "on"
-
-
-def test_mcores_own_muon_is_layer_wise():
-    mcore = options_of(["resident", "mcore"], optimizer="dist_muon")["mcore"]
-    assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
-    assert mcore.no_install and mcore.offload == "on"
-    assert not presets.arms(["resident", "mcore"], [], "short", "muon")[1].bitwise
-
-
-@pytest.mark.parametrize("strategy", presets.STRATEGIES)
-def test_two_arms_have_megatron_fsdp_with_what_it_shards_and_the_others_have_not(strategy):
-    found = options_of(OF_FSDP, fsdp=strategy)
-    assert {name: one.fsdp for name, one in found.items() if one.fsdp} == {"fsdp_resident": strategy, "fsdp": strategy}
-    assert (found["fsdp_resident"].offload, found["fsdp"].offload) == ("off", "on")
-    assert found["fsdp"].engine == "native" and found["hybrid"].hybrid
 
 
 def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standins):

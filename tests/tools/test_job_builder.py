@@ -6,7 +6,6 @@ import math
 
 import built_jobs
 import pytest
-from test_plan_measured import RUNS
 
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig
@@ -57,25 +56,22 @@ def test_mxfp8_parameters_keep_fp32_masters_and_bf16_moments():
     assert math.isclose(kept, fp8 * MXFP8_BYTES + 2 * (elements - fp8), rel_tol=1e-3)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_states_are_to_the_byte_those_of_runs_on_gpus(name):
-    job = built_jobs.job(*RUNS[name][:2])
-    assert job.held and not job.not_held
-    plan = make_estimate(job, OffloadConfig(), [], None, None)
-    assert plan.stages[0].states.total == plan.stages[0].states.offloaded == RUNS[name][2]
-    assert not any("upper bounds" in note for note in plan.notes)
-
-
-def test_megatron_fsdp_is_laid_out_by_its_own_parameter_groups():
-    job = built_jobs.job("fsdp", 8)
+@pytest.mark.parametrize(
+    ("name", "gpus", "ranks", "of_experts"),
+    [("fsdp", 8, 8, 4), ("tensor_parallel_fsdp", 8, 4, 4), ("latent_fsdp", 4, 4, 4)],
+)
+def test_megatron_fsdp_is_laid_out_by_its_own_parameter_groups(name, gpus, ranks, of_experts):
+    """Dense parameters over so many ranks, experts over fewer; latent attention asks layers for `parallel_mode`."""
+    job = built_jobs.job(name, gpus)
     assert job.engine == "native" and not job.refusals and not job.not_held
-    tensors = [tensor for chunk in job.stages[0] for tensor in chunk]
+    tensors = job.tensors(0)
     whole = sum(tensor.numel for tensor in tensors)
     experts = sum(tensor.numel for tensor in tensors if ".experts." in tensor.name)
+    assert bool(experts) == (name == "fsdp") and any("q_down" in t.name for t in tensors) == (name == "latent_fsdp")
     plan = make_estimate(job, OffloadConfig(), [], None, None)
-    # 8 ranks, 4 of which have the same experts; all are taken for the first, which has the least padding.
+    # All ranks are taken for the first, which has the least padding.
     for each, of_element in ((plan.stages[0].parameters, 2), (plan.stages[0].states.total, 12)):
-        own = of_element * ((whole - experts) / 8 + experts / 4)
+        own = of_element * ((whole - experts) / ranks + experts / of_experts)
         assert own <= each <= 1.02 * own
     assert any("Megatron-FSDP: `other` is an upper bound" in note for note in plan.notes)
 
@@ -87,20 +83,6 @@ def test_megatron_fsdp_is_laid_out_with_fp8_weights_and_nccls_memory_too():
     # FP8 weights are a parameter group of their own, so that the first rank's part ends at another parameter.
     assert quantized.states.total == pytest.approx(plain.states.total, rel=0.01)
     assert quantized.parameters < 0.8 * plain.parameters
-
-
-def test_megatron_fsdp_is_laid_out_with_tensor_parallelism_too():
-    job = built_jobs.job("tensor_parallel_fsdp", 8)
-    assert not job.not_held
-    (own,) = [sum(tensor.numel for chunk in stage for tensor in chunk) * 12 / 4 for stage in job.stages]
-    assert own <= make_estimate(job, OffloadConfig(), [], None, None).stages[0].states.total <= 1.02 * own
-
-
-def test_megatron_fsdp_is_laid_out_with_latent_attention_too():
-    """Whose down projections are layers of Transformer Engine's that mcore asks for their `parallel_mode`."""
-    job = built_jobs.job("latent_fsdp", 4)
-    assert not job.not_held
-    assert any("q_down" in tensor.name for tensor in job.tensors(0))
 
 
 def test_what_mcore_cannot_lay_out_is_an_error_with_the_reason():

@@ -85,8 +85,6 @@ def adapters():
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("lama", "no recipe 'lama'.*llama3_70b_64gpu"),
-        ("dsv4_flash_64gpu", "needs Megatron-LM's dev branch"),
         ("test_job_recipes:adapters", "peft is set"),  # the whole model would be counted
         ("os:getcwd", "os:getcwd is a str, and no ConfigContainer"),
     ],

@@ -101,26 +101,6 @@ def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp
 
 
 @needs_megatron
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("llama3_8b_pretrain_confg", "llama3_8b_pretrain"),
-        # never one of another number of GPUs
-        ("llama3_70b_pretrain_64gpu_h100_bf16_confg", "did you mean llama3_70b_pretrain_64gpu_h100_bf16_config or "),
-        (
-            "llama3_70b_pretrain_96gpu_h100_bf16_config",
-            "no recipe 'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo",
-        ),
-        ("nowhere.py:mine", "there is no file 'nowhere.py'"),
-        ("xyzzy", "`bridge-fgo recipes list`"),
-    ],
-)
-def test_a_name_that_cannot_be_there_is_answered_before_anything_is_imported(name, said):
-    with pytest.raises(ValueError, match=said.replace("`", ".")):
-        target.refuse_at_once(name)
-
-
-@needs_megatron
 def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "my_recipes.py").touch()

@@ -80,6 +80,14 @@ COMMANDS = [
     ("doctor", 1, "Cannot train here: ", TORCH),
     ("plan llama3_8b_pretrain_config", 2, "bridge-fgo plan: config.json of meta-llama/Meta-Llama-3-8B is neither", HUB),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
+    ("plan llama3_8b_pretrain_confg", 2, "bridge-fgo plan: there is no recipe 'llama3_8b_pretrain_confg'; did you mean "
+     "llama3_8b_pretrain", LIGHT),
+    ("plan llama3_70b_pretrain_64gpu_h100_bf16_confg", 2, "bridge-fgo plan: there is no recipe "  # of as many GPUs
+     "'llama3_70b_pretrain_64gpu_h100_bf16_confg'; did you mean llama3_70b_pretrain_64gpu_h100_bf16_config or ", LIGHT),
+    ("plan llama3_70b_pretrain_96gpu_h100_bf16_config", 2, "bridge-fgo plan: there is no recipe "
+     "'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo recipes list`", LIGHT),
+    ("plan nowhere.py:mine", 2, "bridge-fgo plan: recipe 'nowhere.py:mine': there is no file 'nowhere.py'", LIGHT),
+    ("plan xyzzy", 2, "bridge-fgo plan: there is no recipe 'xyzzy'. `bridge-fgo recipes list`", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
     ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),
     ("train tiny --fraction 2", 2, "bridge_fgo.recipes.train: OffloadConfig.fraction=2.0: use a number in", LIGHT),
@@ -157,9 +165,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def marks_of(command, kind):
+def marks_of(command, status, first_line, kind):
     is_slow = kind == TORCH and command not in IN_THE_FAST_LANE
-    asks_megatron = command in ("plan qwen3_30b_a3b", "plan dsv4_flash_64gpu") or kind in (HUB, BUILT)
+    asks_megatron = kind in (HUB, BUILT) or "no recipe" in first_line or "Megatron-LM" in first_line
     without = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
     return [pytest.mark.slow] * is_slow + [without] * asks_megatron
 
@@ -186,8 +194,8 @@ def python(command):
 
 @pytest.mark.parametrize(
     ("command", "status", "first_line", "kind"),
-    [pytest.param(*case, marks=marks_of(case[0], case[3])) for case in COMMANDS]
-    + [pytest.param(*case, marks=[pytest.mark.slow, *marks_of(case[0], case[3])]) for case in OF_THE_SECOND_HOUR],
+    [pytest.param(*case, marks=marks_of(*case)) for case in COMMANDS]
+    + [pytest.param(*case, marks=[pytest.mark.slow, *marks_of(*case)]) for case in OF_THE_SECOND_HOUR],
     ids=str,
 )
 def test_a_command_of_a_new_user(folder, monkeypatch, command, status, first_line, kind):

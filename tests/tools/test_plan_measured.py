@@ -233,33 +233,6 @@ def test_each_module_that_is_recomputed_alone_spares_what_it_keeps_and_experts_a
     assert peak("core_attn") - peak("mla_up_proj") == layers * tokens * 2 * 64 * (2 * 192 + 256)
 
 
-def test_budget_leaves_as_much_as_fits():
-    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=36.0), [], None, None)
-    (stage,) = plan.stages
-    assert 0 <= 36 * 2**30 - stage.peak(plan.most_offloaded) < max(stage.states.parts), "parts leave whole"
-    assert plan.refusals == []
-    assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), [], None, None).most_offloaded == 0
-
-
-def test_all_that_may_leave_is_pinned_whatever_the_budget_leaves():
-    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=80.0), links("H200", None, None), None, None)
-    assert plan.most_offloaded == 0
-    assert plan.most_pinned == plan.links[0].pinned == plan.stages[0].states.offloaded
-
-
-def test_a_budget_below_the_least_peak_is_refused_with_that():
-    of_job = job(f"{PRESETS['short']} --gbs 8", 1)
-    plan = make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=20.0), [], None, None)
-    (stage,) = plan.stages
-    (refusal,) = plan.refusals
-    assert stage.least_budget == stage.peak(stage.states.offloaded), "activations are more than two parts"
-    needed = float(refusal.split("needs about ")[1].split(" GiB")[0])
-    assert needed * 2**30 == pytest.approx(stage.least_budget, rel=1e-3)
-    assert make_estimate(of_job, OffloadConfig(gpu_memory_budget_gib=needed), [], None, None).refusals == []
-
-
 def test_copies_hide_behind_a_forward_that_is_longer():
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
     (bare,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links

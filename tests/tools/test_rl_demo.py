@@ -2,11 +2,11 @@
 
 import json
 import subprocess
-import textwrap
 from types import SimpleNamespace
 
 import children
 import pytest
+from test_demo import arm, fake, step
 from typer.testing import CliRunner
 
 from bridge_fgo.tools import demo, rl_demo
@@ -16,44 +16,22 @@ from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.memory_picture import State, states_of_run
 
-FAKE_ARM = """
-    import argparse, json, sys
+FULL = {"params": 200, "grads": 400, "optimizer": 1200, "reference": 0}
+NONE = dict.fromkeys(FULL, 0)
+ALONE = NONE | {"params": 200}
+MOVES = [("asleep", NONE, 1400, 1800), ("params wake", ALONE, 200, -200),
+         ("reference wakes", ALONE | {"reference": 200}, 200, -200), ("reference sleeps", ALONE, 0, 200),
+         ("awake", FULL, 1200, -1600)]  # fmt: skip
 
-    parser = argparse.ArgumentParser()
-    for name in ("--options", "--events"):
-        parser.add_argument(name)
-    options = parser.parse_args()
-    given = json.loads(options.options)
-    on = given["sleep"]
-    trouble = {trouble!r} if on else ""
 
-    def phases(step):
-        full = dict(params=200, grads=400, optimizer=1200, reference=0)
-        none = dict.fromkeys(full, 0)
-        alone = none | dict(params=200)
-        moves = [("asleep", none, 1400, 1800), ("params wake", alone, 200, -200),
-                 ("reference wakes", alone | dict(reference=200), 200, -200),
-                 ("reference sleeps", alone, 0, 200), ("awake", full, 1200, -1600)]
-        yield dict(phase="begins", at=0.0, memory=full)
-        for at, (name, memory, copied, freed) in enumerate(moves):
-            seconds = 9.0 if step == 1 else 0.25  # the first sleep of all takes longer
-            yield dict(phase=name, at=at, copied=copied, freed=freed, returned=freed, seconds=seconds, memory=memory)
-        yield dict(phase="trained", at=9.0, memory=full)
-
-    with open(options.events, "a", buffering=1) as file:
-        def write(**event):
-            print(json.dumps(event), file=file)
-
-        write(event="start", device={device!r}, bridge="0.6.2", mcore="0.19.2", torch="2")
-        for step in range(1, given["steps"] + 1):
-            reward = step / 100 + (1e-9 if trouble == "reward" else 0)
-            write(event="step", step=step, loss=0.5, loss_hex=(0.5).hex(), grad_norm=1.0, grad_norm_hex=(1.0).hex(),
-                  skipped=False, passes=1, seconds=2.0, reward=reward, held=1000 + step, phases=list(phases(step)))
-        if trouble == "crash":
-            sys.exit("out of luck")
-        digests = dict(params="other" if trouble == "bits" else "p", masters="m", moments="o")
-        write(event="result", digests=digests, pinned_bytes=5, bytes_by_kind=dict(params=200))
-"""
+def iteration(number, reward):
+    """Return the event of an iteration; the first sleep of all takes longer."""
+    phases = [{"phase": "begins", "at": 0.0, "memory": FULL}]
+    for at, (phase, memory, copied, freed) in enumerate(MOVES):
+        bytes_of = {"copied": copied, "freed": freed, "returned": freed, "memory": memory}
+        phases.append({"phase": phase, "at": at, "seconds": 9.0 if number == 1 else 0.25, **bytes_of})
+    phases.append({"phase": "trained", "at": 9.0, "memory": FULL})
+    return step(number, seconds=2.0) | {"reward": reward, "held": 1000 + number, "phases": phases}
 
 
 def run(*words):
@@ -64,20 +42,24 @@ def run(*words):
 
 @pytest.fixture
 def run_fake(tmp_path, monkeypatch):
-    """Run the demo with an arm whose sleeping run has the given trouble; returns what `run` does."""
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(rl_demo, "MODULE", "fake_rl")
+    """Run the demo with arms that train nothing, changed as is said of the sleeping one; returns what `run` does."""
+    monkeypatch.setattr(rl_demo, "MODULE", "fake_arm")
 
-    def run_fake(trouble="", *words, device="cpu"):
-        (tmp_path / "fake_rl.py").write_text(textwrap.dedent(FAKE_ARM.format(trouble=trouble, device=device)))
+    def run_fake(*words, device="cpu", more_reward=0.0, digests=None, **ends):
+        arms = []
+        for name, more in (("resident", 0.0), ("sleeping", more_reward)):
+            arms.append(arm(name, [iteration(number, number / 100 + more) for number in range(1, 31)]))
+            arms[-1].start = {"device": device}
+            arms[-1].result |= {"pinned_bytes": 5, "bytes_by_kind": {"params": 200}}
+        arms[1].result["digests"] |= digests or {}
+        fake(monkeypatch, tmp_path, arms, **ends)
         return run("--device", "cpu", "--steps", 30, *words)
 
     return run_fake
 
 
 def test_json_has_rewards_moves_and_what_is_equal(run_fake):
-    status, out, _ = run_fake("", "--json")
+    status, out, _ = run_fake("--json")
     printed = json.loads(out)
     assert status == 0 and printed["bitwise_equal"] is True and printed["steps"] == 30
     assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
@@ -101,14 +83,14 @@ def test_the_tables_say_what_each_move_took(run_fake):
 @pytest.mark.parametrize(
     ("trouble", "words", "status", "said"),
     [
-        ("bits", "", 1, ["NOT bitwise equal"]),
-        ("reward", "", 1, ["NOT bitwise equal"]),
-        ("crash", "", 2, ["the sleeping arm failed", "out of luck"]),
-        ("", "--ranks 3 --tp 2", 2, ["--ranks 3: use a multiple of --tp x --pp = 2"]),
+        ({"digests": {"params": "other"}}, "", 1, ["NOT bitwise equal"]),
+        ({"more_reward": 1e-9}, "", 1, ["NOT bitwise equal"]),
+        ({"log": "out of luck", "status": 1}, "", 2, ["the sleeping arm failed", "out of luck"]),
+        ({}, "--ranks 3 --tp 2", 2, ["--ranks 3: use a multiple of --tp x --pp = 2"]),
     ],
 )
 def test_what_went_wrong_has_its_status_and_is_said(run_fake, trouble, words, status, said):
-    found, *printed = run_fake(trouble, *words.split())
+    found, *printed = run_fake(*words.split(), **trouble)
     assert found == status and all(text in "".join(printed) for text in said)
 
 
@@ -131,15 +113,14 @@ def test_what_the_user_gives_reaches_the_arm_and_several_ranks_are_launched_by_t
 
 def test_the_picture_of_a_demo_has_the_phases_of_an_iteration(run_fake, tmp_path):
     kept, picture = (tmp_path / name for name in ("kept", "iteration.png"))
-    assert run_fake("", "--keep", kept, "--picture", picture, device="a GPU")[0] == 0
+    assert run_fake("--keep", kept, "--picture", picture, device="a GPU")[0] == 0
     assert picture.read_bytes()[:4] == b"\x89PNG"
     arm = runner.ArmRun("sleeping")
     for event in runner.EventTail(kept / "sleeping.events.jsonl").new_events():
         arm.add(event)
     states = states_of_run(arm)
     assert [sum(state.bytes.values()) for state in states] == [1800, 0, 200, 400, 1800]
-    alone = {"params": 200, "grads": 0, "optimizer": 0, "reference": 0}
-    assert states[2] == State("weights alone:\nrollouts", alone, 0.25, 200)
+    assert states[2] == State("weights alone:\nrollouts", ALONE, 0.25, 200)
 
 
 def test_what_is_of_this_demo_alone_is_refused_by_the_other():

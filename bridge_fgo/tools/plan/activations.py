@@ -59,33 +59,24 @@ NOT_COUNTED = (
 )
 
 
-@dataclass(frozen=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """Bytes that one layer keeps for its backward, of one microbatch.
 
-    input: the layer's input; scores: of unfused attention; attention: the rest of it; mlp: the MLP or the experts;
-    attention_transient, mlp_transient: gradients that the backward of each needs beside what is kept; spared: what
-    selective recomputation of a module spares, by its name in `recompute_modules`; offloaded: what mcore's activation
-    offload of a module has on the host in place of the GPU, by its name in `offload_modules`; copies: each host tensor
-    of it, of which one that two operations save has two. whole: each host tensor of Transformer Engine's offload of
-    whole layers, which leaves on the GPU what is not contiguous or small.
+    input: the layer's input; kept: from the forward to the backward; transient: gradients that the backward needs
+    beside what is kept as it begins; spared: what selective recomputation of a module spares, by its name in
+    `recompute_modules`; offloaded: what mcore's activation offload of a module has on the host in place of the GPU, by
+    its name in `offload_modules`; copies: each host tensor of it, of which one that two operations save has two. whole:
+    each host tensor of Transformer Engine's offload of whole layers, which leaves on the GPU what is not contiguous or
+    small.
     """
 
     input: int
-    attention: int
-    scores: int
-    mlp: int
-    attention_transient: int
-    mlp_transient: int
+    kept: int
+    transient: int
     spared: Mapping[str, int]
     offloaded: Mapping[str, int]
     copies: Mapping[str, tuple[int, ...]]
     whole: tuple[int, ...]
-
-    @property
-    def kept(self) -> int:
-        """Bytes kept from the forward to the backward."""
-        return self.input + self.attention + self.scores + self.mlp
 
 
 Course = list[tuple[int, int]]
@@ -162,8 +153,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
             # As many layers come back beside it as those behind it that are gone.
             ahead = range(max(0, first - len(whole) + offloaded_layers(model) + 1), min(first, offloaded_layers(model)))
             back += sum(whole[index].kept - kept[index] for index in ahead)
-            transient = max(whole[end - 1].mlp_transient, whole[end - 1].attention_transient - whole[end - 1].mlp)
-            found.append((behind + sum(kept[start:end]) + back + transient, layers[first].first))
+            found.append((behind + sum(kept[start:end]) + back + whole[end - 1].transient, layers[first].first))
         return found
 
     starts = [min(chunk * per_chunk, len(whole) - 1) for chunk in range(chunks)]
@@ -334,31 +324,28 @@ def _layer(job: Job, has_experts: bool) -> LayerBytes:
     model: Any = job.config.model
     tokens, ranks = tokens_of(job), job.parallel.tensor
     hidden = tokens * model.hidden_size * HALF // (ranks if model.sequence_parallel else 1)
-    attention = _attention(model, tokens, ranks)
-    core = attention.scores + attention.rest - attention.output
-    offloaded = {"core_attn": core, "attn_proj": attention.output, "qkv_linear": 2 * hidden}
-    copies = {"core_attn": attention.core, "attn_proj": (attention.output,), "qkv_linear": (hidden, hidden)}
-    spared = {"core_attn": attention.scores, "layernorm": 2 * hidden, "mla_up_proj": attention.projected_up}
+    rest, scores, projected_up, output, core, whole = _attention(model, tokens, ranks)
+    offloaded = {"core_attn": scores + rest - output, "attn_proj": output, "qkv_linear": 2 * hidden}
+    copies = {"core_attn": core, "attn_proj": (output,), "qkv_linear": (hidden, hidden)}
+    spared = {"core_attn": scores, "layernorm": 2 * hidden, "mla_up_proj": projected_up}
     if has_experts:
-        mlp, of_shared, routed, of_routed = _experts(job, tokens)
+        mlp, of_shared, of_routed = _experts(job, tokens)
         spared |= {"moe": mlp.kept, "moe_act": mlp.activation, "shared_experts": of_shared}
-        offloaded |= {"mlp_norm": hidden, **routed}
-        copies |= {"mlp_norm": (hidden,), **of_routed}
+        offloaded |= {"mlp_norm": hidden, **{name: nbytes for name, (nbytes, _) in of_routed.items()}}
+        copies |= {"mlp_norm": (hidden,), **{name: of_each for name, (_, of_each) in of_routed.items()}}
     else:
         mlp = _mlp(model, tokens, model.ffn_hidden_size, ranks)
         spared["mlp"] = mlp.kept
-    whole = (*(hidden,) * 4, *attention.whole, *mlp.whole)  # inputs and outputs of two norms first
+    of_mlp = 2 * hidden + mlp.kept  # the residual and the norm's output
     return LayerBytes(
         input=hidden,
-        attention=hidden + attention.rest,  # the norm's output
-        scores=attention.scores,
-        mlp=2 * hidden + mlp.kept,  # the residual and the norm's output
-        attention_transient=attention.rest + attention.scores,
-        mlp_transient=mlp.transient,
+        kept=2 * hidden + rest + scores + of_mlp,  # the layer's input, and the norm's output
+        transient=max(mlp.transient, rest + scores - of_mlp),
         spared=spared,
         offloaded=offloaded,
         copies=copies,
-        whole=tuple(size for size in whole if size >= LEAST_OF_WHOLE),
+        # Inputs and outputs of two norms first.
+        whole=tuple(size for size in (*(hidden,) * 4, *whole, *mlp.whole) if size >= LEAST_OF_WHOLE),
     )
 
 
@@ -367,23 +354,12 @@ def is_unfused(model: Any) -> bool:
     return str(getattr(model, "attention_backend", "auto")).rpartition(".")[2] in ("unfused", "local")
 
 
-class AttentionBytes(NamedTuple):
-    """Bytes that attention keeps.
+def _attention(model: Any, tokens: int, ranks: int) -> tuple[int, int, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return the bytes that attention keeps.
 
-    scores: the matrix of scores, where it makes one; rest: all beside. Within the rest are projected_up: what latent
-    attention projects up; output: what attention puts out. core: of each tensor that core attention saves. whole: of
-    each that is contiguous, once.
+    All beside the matrix of scores; that matrix, where it makes one; of the rest what latent attention projects up; and
+    what attention puts out. Then of each tensor that core attention saves, and of each that is contiguous, once.
     """
-
-    rest: int
-    scores: int
-    projected_up: int
-    output: int
-    core: tuple[int, ...]
-    whole: tuple[int, ...]
-
-
-def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
     heads = model.num_attention_heads // ranks
     unfused = is_unfused(model)
     scores = heads * tokens * model.seq_length * HALF if unfused else 0
@@ -395,21 +371,19 @@ def _attention(model: Any, tokens: int, ranks: int) -> AttentionBytes:
         output = tokens * HALF * heads * model.v_head_dim
         core = (tokens * HALF * query, tokens * HALF * query, output, *(2 * (scores,) if unfused else (output,)))
         whole = (*(tokens * HALF * size for size in (up, *compressed)), *((scores,) if unfused else core[:3]))
-        rest = projected + output + tokens * HALF * sum(compressed)
-        return AttentionBytes(rest, scores, projected, output, core, whole)
+        return projected + output + tokens * HALF * sum(compressed), scores, projected, output, core, whole
     head = model.kv_channels or model.hidden_size // model.num_attention_heads
     query = heads * head
     output = tokens * HALF * query
     if unfused:
         # Queries, keys and values for every head, the output. The softmax and the product after it save the scores.
-        core = (output, output, output, scores, scores)
-        return AttentionBytes(4 * output, scores, 0, output, core, (output, scores))
+        return 4 * output, scores, 0, output, (output, output, output, scores, scores), (output, scores)
     key = (model.num_query_groups or model.num_attention_heads) * head // ranks
     projected = query + 2 * key  # the values are a view of it
     softmax = 4 * heads * tokens
     core = (output, tokens * HALF * key, tokens * HALF * key, output, softmax)
     whole = (*(tokens * HALF * size for size in (query, key, projected)), output, softmax)
-    return AttentionBytes(sum(whole), scores, 0, output, core, whole)
+    return sum(whole), scores, 0, output, core, whole
 
 
 class MLPBytes(NamedTuple):
@@ -440,11 +414,11 @@ def _is_fused(model: Any) -> bool:
     return getattr(model, "bias_activation_fusion", False) or getattr(model, "use_te_activation_func", False)
 
 
-def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict[str, tuple[int, ...]]]:
+def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, tuple[int, tuple[int, ...]]]]:
     """Return the bytes of a layer of experts, with tokens spread evenly over them.
 
-    Also those of them that shared experts keep, and by the name of the module what mcore's activation offload frees and
-    copies.
+    Also those of them that shared experts keep, and by the name of the module what mcore's activation offload frees,
+    and each tensor that it copies.
     """
     model: Any = job.config.model
     routed, ranks = tokens * model.moe_router_topk, job.parallel.expert_tensor
@@ -459,11 +433,9 @@ def _experts(job: Job, tokens: int) -> tuple[MLPBytes, int, dict[str, int], dict
     permuted = (routed * model.hidden_size * HALF // share,) * (1 if model.moe_permute_fusion else 2)
     shared = _mlp(model, tokens, model.moe_shared_expert_intermediate_size or 0, job.parallel.tensor)
     # The activation's input, and all that it makes but its output.
-    fc1, act = routed * model.hidden_size * HALF // share, (kept - one) // share
-    of_modules = {"expert_fc1": fc1, "moe_act": act}
+    act = (kept - one) // share
     # Fused, the activation saves its input alone; else each of its operations saves a tensor, of a gate's input a half.
     each = (act,) if _is_fused(model) else (one // share,) * (4 if model.gated_linear_unit else 2)
-    copies = {"expert_fc1": (fc1,), "moe_act": each}
     whole = (*(size // share for size in whole), *permuted, *shared.whole)
     of_all = MLPBytes(kept // share + sum(permuted) + shared.kept, transient // share, activation // share, whole)
-    return of_all, shared.kept, of_modules, copies
+    return of_all, shared.kept, {"expert_fc1": (permuted[0], permuted[:1]), "moe_act": (act, each)}

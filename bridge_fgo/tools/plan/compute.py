@@ -9,8 +9,8 @@ times forward and 7 times backward. Not counted: communication, the optimizer's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import (
@@ -100,29 +100,16 @@ def compute_of(job: Job, system: str, forward: float | None = None, backward: fl
     Where the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
     unless it is given too.
     """
-    slowest = max((_stage(job, stage, system) for stage in range(job.parallel.pipeline)), key=lambda of: sum(of[:3]))
-    scale = 1.0 if forward is None else forward / slowest.forward
-    if backward is None:
-        backward = slowest.backward if forward is None else 2 * forward
-    return Compute(
-        forward=slowest.forward * scale,
-        backward=backward,
-        recomputed=slowest.recomputed * scale,
-        steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks_of(job.config.model),
-        in_layers=slowest.in_layers,
-    )
+    stages = (_stage(job, stage, system) for stage in range(job.parallel.pipeline))
+    slowest = max(stages, key=lambda of: of.forward + of.backward + of.recomputed)
+    if forward is None:
+        return slowest if backward is None else replace(slowest, backward=backward)
+    again = slowest.recomputed * (forward / slowest.forward)
+    return replace(slowest, forward=forward, backward=2 * forward if backward is None else backward, recomputed=again)
 
 
-class _Seconds(NamedTuple):
-    forward: float
-    backward: float
-    recomputed: float
-    in_layers: float
-    """Share of the forward that the layers take."""
-
-
-def _stage(job: Job, stage: int, system: str) -> _Seconds:
-    """Return the seconds of a microbatch on a rank of a stage."""
+def _stage(job: Job, stage: int, system: str) -> Compute:
+    """Return the compute time of a rank of a stage."""
     model: Any = job.config.model
     speed, tokens = SYSTEMS[system].flops * ACHIEVED, tokens_of(job)
     weights: dict[str, float] = {}
@@ -142,11 +129,12 @@ def _stage(job: Job, stage: int, system: str) -> _Seconds:
     forward = sum(weights.values()) / speed
     in_layers = sum(flops for name, flops in weights.items() if ".layers." in name) / speed + attention
     seconds = {name: flops / speed for name, flops in weights.items()}
-    return _Seconds(
-        forward + attention,
-        2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
-        _recomputed(model, seconds, attention, in_layers, layers),
-        in_layers / (forward + attention),
+    return Compute(
+        forward=forward + attention,
+        backward=2 * forward + 2 * products / speed + BACKWARD_PASSES * passes,
+        recomputed=_recomputed(model, seconds, attention, in_layers, layers),
+        steps_of_a_pipeline=job.microbatches + (job.parallel.pipeline - 1) / chunks_of(model),
+        in_layers=in_layers / (forward + attention),
     )
 
 

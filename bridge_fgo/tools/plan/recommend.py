@@ -158,7 +158,7 @@ class Recommender:
             if name in ("as configured", OFFLOADED):
                 terms += self._terms_of_copies(job)
             overrides = (*told(self._job.config.model, changes), *answers.get(name, ()))
-            resident, found = self._resident(name, job, overrides), []
+            resident, found = self._way(name, job, overrides), []
             is_as_it_is = not changes
             if is_as_it_is or resident.fits:
                 found.append(resident)
@@ -191,14 +191,45 @@ class Recommender:
         copied, compute = _copied(job), compute_of(job, self._link.name, forward, backward)
         return replace(compute, copies=tuple((size / self._in_node.d2h, size / self._in_node.h2d) for size in copied))
 
-    def _resident(self, name: str, job: Job, overrides: tuple[str, ...]) -> Choice:
-        estimate = self._estimate(job, everything=True)
-        peak = estimate.resident_peak
-        pinned = max(stage.copies for stage in estimate.stages) * self._gpus_of_node
-        fits, close = peak <= self._room and pinned <= self._of_host, close_call(estimate, self._room, peak)
-        return self._choice(
-            name, (*self._unset, *overrides), peak, sum(_copied(job)), self._compute(job).step, fits, close
-        )
+    def _way(
+        self,
+        name: str,
+        job: Job,
+        overrides: tuple[str, ...],
+        offload: OffloadConfig | None = None,
+        everything: bool = True,
+    ) -> Choice:
+        """Return a way to run a job: resident, or with an offload of everything or of the least that fits."""
+        compute, away = self._compute(job), sum(_copied(job))
+        step = compute.step
+        if offload is None:
+            estimate = self._estimate(job, everything=True)
+            pinned = max(stage.copies for stage in estimate.stages) * self._gpus_of_node
+            peak = least = estimate.resident_peak
+            settings = self._unset
+        else:
+            estimate = self._estimate(job, everything, _beside(compute), offload)
+            away += max(stage.away + stage.moving for stage in estimate.stages)
+            (row,) = estimate.links
+            pinned, peak = row.pinned, estimate.offloaded_peak
+            least = peak if everything else estimate.least_budget
+            step += row.floor or 0.0
+            # The config's own fraction and budget are not those of this choice.
+            settings = () if self._job.flag else (FLAG_ON,)
+            settings += () if self._job.offload.fraction == 1.0 else ("optimizer.offload.fraction=null",)
+            has_other = everything and self._job.offload.gpu_memory_budget_gib is not None
+            settings += (f"{BUDGET}null",) if has_other else ()
+        close = close_call(estimate, self._room, least)
+        return self._choice(name, (*settings, *overrides), peak, away, step, pinned, close)
+
+    def _choice(
+        self, name: str, overrides: tuple[str, ...], peak: int, away: int, step: float, pinned: int, close: str = ""
+    ) -> Choice:
+        """Return a choice; pinned: bytes of a node."""
+        config, gpus = self._job.config, self._job.parallel.gpus
+        rate = config.train.global_batch_size * config.model.seq_length / step / gpus
+        fits = peak <= self._room and pinned <= self._of_host
+        return Choice(name, overrides, peak, away, step, fits, gpus, rate, close)
 
     def _offloaded(self, name: str, job: Job, overrides: tuple[str, ...], also_everything: bool) -> Iterator[Choice]:
         """Yield the least offload that fits, where there is one, and the whole; both with gradients too."""
@@ -216,11 +247,10 @@ class Recommender:
             # Under a budget states leave first: where gradients that are copied have to, everything does.
             is_last = offload is moved and moved.gradients is True
             if fits and self._room < whole.resident_peak and not is_last:
-                yield self._with_offload(
-                    f"{name}, least offload", job, (f"{BUDGET}auto", *overrides), offload, everything=False
-                )
+                settings = (f"{BUDGET}auto", *overrides)
+                yield self._way(f"{name}, least offload", job, settings, offload, everything=False)
             if also_everything or (is_last and fits and not are_states_enough):
-                yield self._with_offload(f"{name}, all offloaded", job, overrides, offload, everything=True)
+                yield self._way(f"{name}, all offloaded", job, overrides, offload)
             are_states_enough = fits
 
     def _why_gradients_stay(self, job: Job, moved: OffloadConfig) -> str:
@@ -241,30 +271,6 @@ class Recommender:
             )
         return ""
 
-    def _with_offload(
-        self, name: str, job: Job, overrides: tuple[str, ...], offload: OffloadConfig, everything: bool
-    ) -> Choice:
-        compute = self._compute(job)
-        estimate = self._estimate(job, everything, _beside(compute), offload)
-        away = max(stage.away + stage.moving for stage in estimate.stages) + sum(_copied(job))
-        peak = estimate.offloaded_peak
-        (row,) = estimate.links
-        flag = () if self._job.flag else (FLAG_ON,)
-        # The config's own fraction and budget are not those of this choice.
-        fraction = () if self._job.offload.fraction == 1.0 else ("optimizer.offload.fraction=null",)
-        has_other = everything and self._job.offload.gpu_memory_budget_gib is not None
-        settings = (*flag, *fraction, *((f"{BUDGET}null",) if has_other else ()), *overrides)
-        fits = peak <= self._room and row.pinned <= self._of_host
-        close = close_call(estimate, self._room, peak if everything else estimate.least_budget)
-        return self._choice(name, settings, peak, away, compute.step + (row.floor or 0.0), fits, close)
-
-    def _choice(
-        self, name: str, overrides: tuple[str, ...], peak: int, away: int, step: float, fits: bool, close: str = ""
-    ) -> Choice:
-        config, gpus = self._job.config, self._job.parallel.gpus
-        rate = config.train.global_batch_size * config.model.seq_length / step / gpus
-        return Choice(name, overrides, peak, away, step, fits, gpus, rate, close)
-
     def _on_other_gpus(self, choices: list[Choice]) -> tuple[list[Choice], Choice | None]:
         """Return the ways on the fewest GPUs, resident and with the offload, that are not among the `choices`.
 
@@ -282,7 +288,7 @@ class Recommender:
                 there = Recommender(job, self._link, self._forward, self._backward, self._activations, self._room)
                 name = f"{gpus} GPUs"
                 offloaded = there._offloaded(name, job, (), also_everything=True)
-                known[gpus] = [there._resident(name, job, ()), *offloaded]
+                known[gpus] = [there._way(name, job, ()), *offloaded]
             resident, *others = known[gpus]
             ways = [resident, *(way for way in others if way.name.startswith(resident.name) and not is_resident)]
             return min((way for way in ways if way.fits), key=lambda way: way.step, default=None)
@@ -337,7 +343,7 @@ class Recommender:
             if of_replica % size == 0:
                 job = with_settings(self._job, train={"micro_batch_size": size})
                 name, overrides = f"micro batch of {size}, all offloaded", (f"train.micro_batch_size={size}",)
-                larger = self._with_offload(name, job, overrides, self._offload, everything=True)
+                larger = self._way(name, job, overrides, self._offload)
                 if larger.fits:
                     yield larger
                     return
@@ -349,15 +355,13 @@ class Recommender:
         stages = self._as_it_is.stages
         offloaded = max(stage.states.total for stage in stages)
         updated = offloaded // 12
-        pinned = HYBRID_HOST_BYTES * updated * self._gpus_of_node
-        peak = max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages)
         yield self._choice(
             "HybridDeviceOptimizer",
             (*self._unset, "optimizer.optimizer_cpu_offload=true", "optimizer.optimizer_offload_fraction=1.0"),
-            peak,
+            max(stage.fixed - stage.states.total + (stage.activations or 0) for stage in stages),
             offloaded,
             self._compute(self._job).step + self._hybrid_seconds * updated,
-            peak <= self._room and pinned <= self._of_host,
+            HYBRID_HOST_BYTES * updated * self._gpus_of_node,
         )
 
     def _terms_of_copies(self, job: Job) -> Iterator[str]:
