@@ -14,7 +14,7 @@ SIZE = ("--layers", "4", "--hidden", "256", "--heads", "8", "--vocab", "1024", "
 def tiny_config(on_cpu: bool) -> ConfigContainer:
     """Return Bridge's configuration, of 4 layers of 256 and `STEPS` steps; on a CPU for `tools.standins.cuda`."""
     from bridge_fgo.tools.arms import gpu
-    from bridge_fgo.tools.arms.gpu_config import build_config
+    from bridge_fgo.tools.arms.gpu import build_config
     from bridge_fgo.tools.arms.shared_config import put_on_cpu
 
     as_in_jobs = ("--no-deterministic", "--fused-loss")

@@ -17,8 +17,7 @@ from cpu_model import CpuOptions, forward_backward_chunks, make_config, make_mod
 import bridge_fgo
 from bridge_fgo.tools.arms import final_state
 from bridge_fgo.tools.arms.record import digest
-from bridge_fgo.tools.standins.cuda import install_standins
-from bridge_fgo.tools.standins.fsdp import fsdp_on_cpu
+from bridge_fgo.tools.standins.cuda import fsdp_on_cpu, install_standins
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""

@@ -22,8 +22,7 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bridge_fgo.tools.arms.comparator import Comparison, compare
-from bridge_fgo.tools.arms.runner import ArmRun, Event, launcher, run_arm
+from bridge_fgo.tools.arms.runner import ArmRun, Comparison, Event, compare, launcher, run_arm
 from bridge_fgo.tools.settings import Json, in_a_folder, option
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes, readable_number
 

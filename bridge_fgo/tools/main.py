@@ -178,8 +178,8 @@ def doctor(settings: DoctorSettings) -> int:
     if settings.target is not None:
         refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
-        from bridge_fgo.tools.doctor import command
-    return command.run(settings)
+        from bridge_fgo.tools.doctor import run
+    return run(settings)
 
 
 for name, settings, run, short_help, example in (

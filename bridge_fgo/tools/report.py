@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bridge_fgo.tools.arms.comparator import bits
+from bridge_fgo.tools.arms.runner import bits
 from bridge_fgo.tools.settings import option
 from bridge_fgo.tools.show import readable_bytes, readable_number
 

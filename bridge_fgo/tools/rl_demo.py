@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from bridge_fgo.tools.arms.comparator import compare
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.runner import ArmRun, Event
+from bridge_fgo.tools.arms.runner import ArmRun, Event, compare
+from bridge_fgo.tools.bench.plots import save_picture
 from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
-from bridge_fgo.tools.memory_picture import draw_memory, states_of_run
 from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
@@ -36,6 +36,22 @@ MOVES = {
     "reference sleeps": "offload the reference model",
 }
 """Phases of an iteration in which something moves, and what to call that."""
+KINDS = {
+    "params": ("parameters", "tab:blue"),
+    "grads": ("gradients", "tab:cyan"),
+    "optimizer": ("masters and moments", "tab:orange"),
+    "reference": ("reference model", "tab:purple"),
+    "others": ("activations and the rest", "tab:green"),
+}
+"""Kinds of memory: what to call them, and their colours."""
+NAMES = {
+    "begins": "trained",
+    "asleep": "asleep",
+    "params wake": "weights alone:\nrollouts",
+    "reference wakes": "reference:\nlog-probs",
+    "awake": "awake:\ntraining",
+}
+"""Phases that are drawn, and what they are called."""
 FIGURES = ("seconds", "copied", "freed", "returned")
 ENDS = 10  # iterations at either end whose mean reward is shown: that of one is noisy
 
@@ -133,3 +149,60 @@ def print_report(console: Console, resident: ArmRun, sleeping: ArmRun, equal: di
     print_parts(console, equal, ", asleep between updates or not")
     if on_cpu:
         console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
+
+
+# The picture: what memory holds by kind, in the phases of an iteration.
+
+
+class State(NamedTuple):
+    """A bar: a phase of an iteration."""
+
+    name: str
+    bytes: dict[str, int]  # on the device, by kind; see `KINDS`
+    seconds: float | None = None  # of the move that leads to it; None where nothing moves
+    copied: float | None = None  # bytes of that move
+
+
+def states_of_run(arm: ArmRun) -> list[State]:
+    """Return the phases of a run's last iteration, with what `moves_of` says of their moves."""
+    phases, moves, found = arm.steps[-1]["phases"], moves_of(arm), []
+    on_cpu = arm.start.get("device") == "cpu"  # whose seconds tell nothing
+    for place, event in enumerate(phases):
+        if event["phase"] not in NAMES:
+            continue
+        memory, move = event["memory"], moves.get(event["phase"], {})
+        # The next phase begins by noting the peak of this one, and so the memory that was taken only for a while.
+        after = phases[place + 1]["memory"] if place + 1 < len(phases) else memory
+        kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in KINDS}
+        if "peak" in after and event["phase"] != "begins":
+            kinds["others"] = max(0, after["peak"] - sum(kinds.values()))
+        seconds = None if on_cpu else move.get("seconds")
+        found.append(State(NAMES[event["phase"]], kinds, seconds, move.get("copied")))
+    return found
+
+
+def draw_memory(states: list[State], path: Path) -> None:
+    """Draw a bar a state, under it what its move took, in a format by the file's name; raise as `save_picture`."""
+
+    def draw(pyplot: Any) -> Any:
+        figure, axes = pyplot.subplots(figsize=(9.0, 4.5), layout="constrained")
+        bottoms = [0.0] * len(states)
+        for kind, (name, colour) in KINDS.items():
+            heights = [state.bytes.get(kind, 0) / 1e9 for state in states]
+            axes.bar(range(len(states)), heights, 0.7, bottom=bottoms, color=colour, label=name)
+            bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
+        for place, top in enumerate(bottoms):
+            axes.text(place, top, readable_bytes(1e9 * top), ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
+        axes.set_ylabel("GB")
+        axes.margins(y=0.1)
+        axes.set_title("One iteration, as it was measured", fontsize=10)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return figure
+
+    save_picture(path, draw)
+
+
+def _label(state: State) -> str:
+    copies = [] if state.copied is None else [f"copies {readable_bytes(state.copied)}"]
+    return "\n".join([state.name, *copies, *([] if state.seconds is None else [f"{state.seconds:.3f} s"])])

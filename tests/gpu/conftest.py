@@ -78,7 +78,7 @@ def check_arm(name: str, module: str, options: list[str], folder: Path, **how: A
     """Stands in for ``runner.run_arm``."""
     from bridge_fgo.bridge.refusals import refuse_config
     from bridge_fgo.tools.arms import gpu
-    from bridge_fgo.tools.arms.gpu_config import build_config
+    from bridge_fgo.tools.arms.gpu import build_config
     from bridge_fgo.tools.options import offload_config
 
     own = options[1:] if module == "debug_transfers" else options  # which is told what to run first

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 HERE = Path(__file__).parent
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -83,7 +83,7 @@ def assert_bitwise_equal(resident: runner.ArmRun, offloaded: runner.ArmRun, step
     assert len(resident.steps) == len(offloaded.steps) == steps
     assert all(loss is not None for loss in resident.values("loss"))
     assert resident.result["released_bytes"] == 0 < offloaded.result["released_bytes"]
-    same = comparator.compare(resident, offloaded)
+    same = runner.compare(resident, offloaded)
     first = next((index + 1 for index, equal in enumerate(same.steps) if not equal), None)
     assert same.bitwise_equal, f"{same.parts}, first different step: {first}"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, arm, assert_same_shards
 
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 
@@ -25,7 +25,7 @@ def test_background_checkpoints_have_a_resident_runs_bytes_and_resume_bitwise(
     kept = {name: tmp_path / name for name in ("resident", "offloaded")}
     resident = run("resident", "--offload", "off", "--save", str(kept["resident"]))
     offloaded = run("offloaded", "--offload", "on", "--save", str(kept["offloaded"]), "--async-save")
-    same = comparator.compare(resident, offloaded)
+    same = runner.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     saved = assert_same_shards(kept["offloaded"], kept["resident"])
     assert len({name.split("/")[0] for name in saved}) == 3  # after steps 4, 8 and 12

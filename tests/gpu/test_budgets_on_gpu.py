@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import MANY_ACTIVATIONS, NEEDS_CUDA, arm
 
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 # 1.1 billion parameters, 13.7 GB of masters and moments.
 LARGE = ("--layers", "16", "--hidden", "2048", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "8")
@@ -22,7 +22,7 @@ def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
     allowed = peak - states // 4
     auto = ("--offload", "on", "--gpu-memory-budget-gib", "auto", f"ALLOWED_BYTES={allowed}")
     offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *auto)
-    same = comparator.compare(resident, offloaded)
+    same = runner.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     print(
         f"resident {peak / 1e9:.2f} GB, allowed {allowed / 1e9:.2f} GB, of {states / 1e9:.2f} GB of states off at once:"

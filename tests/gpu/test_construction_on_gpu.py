@@ -8,7 +8,7 @@ import pytest
 from gpu_lane import PRECISION_AWARE, arm
 
 from bridge_fgo.memory.layout import BYTES_WHILE_ENQUEUING
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 VOCABULARY = 32000
 # 1.64B parameters, 19.7 GB of masters and moments. A checkpoint has 23 GB.
@@ -56,7 +56,7 @@ def test_building_and_loading_hold_weights_gradients_and_two_parts(tmp_path: Pat
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # three of them would fill a disk
     assert len(resumed.steps) == STEPS - SAVED
-    assert comparator.compare(resident, resumed).bitwise_equal
+    assert runner.compare(resident, resumed).bitwise_equal
     grown = resident.result["peak_setup_bytes"] - resident.result["model_bytes"]
     assert grown >= resident.result["state_bytes"], "what is measured here shows states"
 

@@ -21,7 +21,7 @@ from gpu_lane import (
     side_by_side,
 )
 
-from bridge_fgo.tools.arms import comparator
+from bridge_fgo.tools.arms import runner
 
 WHOLE = ("--fsdp", "optim_grads_params")
 PARTS_OF_A_TENSOR = ("--slab-bytes", "1048576")
@@ -209,7 +209,7 @@ def test_training_with_mcores_activation_offload_is_bitwise_equal_to_training_wi
         lambda name: arm(name, tmp_path, "--steps", "30", *arms[name], ranks=ranks), list(arms)
     )
     assert_bitwise_equal(resident, both, steps=30)
-    assert comparator.compare(resident, activations).bitwise_equal
+    assert runner.compare(resident, activations).bitwise_equal
     for name in ("activations", "both"):
         assert "Activation Offload Summary" in (tmp_path / f"{name}.log").read_text()
 
@@ -244,6 +244,6 @@ def test_training_with_cpu_offloading_is_bitwise_equal_to_training_without_and_p
     released = both.result["released_bytes"]
     print(f"\n{case}: {peaks}, released {released} of {both.result['state_bytes']}")
     assert_bitwise_equal(resident, both, steps=30)
-    assert comparator.compare(resident, layers).bitwise_equal
+    assert runner.compare(resident, layers).bitwise_equal
     assert peaks[0] - peaks[1] >= LEAVE[version] * OF_HIDDEN
     assert peaks[1] - peaks[2] >= 0.95 * released > 0.9 * both.result["state_bytes"]

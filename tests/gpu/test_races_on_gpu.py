@@ -6,7 +6,7 @@ import pytest
 from changed_arm import RACES
 from gpu_lane import PACKED, SMALL, arm
 
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 
 @pytest.mark.gpu
@@ -20,4 +20,4 @@ def test_a_missing_wait_shows_in_the_bits_under_the_debug_mode(tmp_path: Path, m
     except runner.ArmFailed as failure:  # Bridge ends a run whose loss or gradients are not finite
         assert "found nan" in (tmp_path / "raced.log").read_text().lower(), failure.log_tail
     else:
-        assert not comparator.compare(resident, raced).bitwise_equal
+        assert not runner.compare(resident, raced).bitwise_equal

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import SMALL, arm
 
-from bridge_fgo.tools.arms import comparator
+from bridge_fgo.tools.arms import runner
 
 STEPS = 24
 # Attention scores of 4096 tokens hold many times what the states do; those of 512 a fraction of them.
@@ -20,7 +20,7 @@ def test_lengths_in_turn_are_bitwise_equal_and_no_step_needs_more_than_releasing
     released = arm("released", tmp_path, *LENGTHS, "--offload", "on", "RELEASED_THROUGHOUT=1")
     assert resident.result["released_bytes"] == 0 < planned.result["released_bytes"]
     for offloaded in (planned, released):
-        same = comparator.compare(resident, offloaded)
+        same = runner.compare(resident, offloaded)
         assert same.bitwise_equal and len(offloaded.steps) == STEPS, same.parts
     # A part is at least one tensor's states, and the embeddings are the largest; the margin is a part of the states.
     allowed = 12 * VOCABULARY * HIDDEN + planned.result["state_bytes"] // 16

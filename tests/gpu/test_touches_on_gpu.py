@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, SMALL, arm
 
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 
 STEPS = ("--steps", "20")
 
@@ -28,7 +28,7 @@ def test_what_callbacks_touch_between_steps_is_bitwise_as_resident(tmp_path: Pat
     assert len(expected) > 10
     for mine, of_resident in zip(found, expected, strict=True):
         assert mine == of_resident, mine[0]
-    same = comparator.compare(resident, offloaded)
+    same = runner.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     said = [line for line in (tmp_path / "offloaded.log").read_text().splitlines() if "came back" in line]
     print("\n".join(said))

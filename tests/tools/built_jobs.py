@@ -33,7 +33,7 @@ def __getattr__(options: str):
 
 def _config(options: str):
     from bridge_fgo.tools.arms import gpu
-    from bridge_fgo.tools.arms.gpu_config import build_config
+    from bridge_fgo.tools.arms.gpu import build_config
 
     return build_config(gpu.parse(f"{options} --events unused".split()))
 

@@ -47,7 +47,7 @@ def start(monkeypatch, tmp_path):
 
 def config_of(*options):
     """Return the config that an arm of these options makes."""
-    from bridge_fgo.tools.arms.gpu_config import build_config
+    from bridge_fgo.tools.arms.gpu import build_config
 
     return build_config(gpu.parse([*options, "--events", "unused"]))
 
@@ -199,7 +199,7 @@ def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
 def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standins):
     from megatron.bridge.training import config as bridge
 
-    from bridge_fgo.tools.arms.gpu_config import LAYER_WISE_CHUNK_MIB, ask_for_offload
+    from bridge_fgo.tools.arms.gpu import LAYER_WISE_CHUNK_MIB, ask_for_offload
 
     names = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer",
              "optimizer_state_offload_chunk_size_mb")  # fmt: skip

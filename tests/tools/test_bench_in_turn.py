@@ -10,7 +10,8 @@ from test_bench import GB, LINK, arm, bench, made_up, names_of, ran  # noqa: F40
 
 from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.runner import ArmFailed, launcher
-from bridge_fgo.tools.bench import command, in_turn, rounds, steps
+from bridge_fgo.tools.bench import command, in_turn
+from bridge_fgo.tools.bench import figures as of_bench
 
 STEPS = 3
 
@@ -115,7 +116,7 @@ def in_turns(name, of_rounds, loops=None, first=9.0):
 
 def test_arms_are_compared_within_each_round_without_warm_up_and_first_steps_and_it_is_said_which_was_faster():
     one = in_turns("native", [[0.5, 0.6], [0.7, 0.8]])
-    assert [step.seconds for step in steps.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
+    assert [step.seconds for step in of_bench.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
     # Both take twice the time in slow rounds: the difference of all steps' medians would be that of the host's speed.
     resident, native = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 1e-3]))
     assert resident.seconds == (0.5, 1.0, 1.0) and resident.e is None
@@ -124,7 +125,7 @@ def test_arms_are_compared_within_each_round_without_warm_up_and_first_steps_and
     assert native.added_seconds == pytest.approx(0.1)
     assert native.e == pytest.approx(0.1 * 50 / 10)
     arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
-    assert rounds.faster(arms, {"resident"}) == [
+    assert of_bench.faster(arms, {"resident"}) == [
         "native faster than mcore in 2 of 3 rounds",
         "native faster than resident in 0 of 3 rounds",
         "mcore faster than resident in 0 of 3 rounds",
@@ -137,12 +138,12 @@ SLOW, FAST = [0.8, 1.0, 1.2], [0.4, 0.5, 0.6]
 def figures(**others):
     runs = {"resident": in_turns("resident", [FAST, SLOW, SLOW], [0.5e-3, 1e-3, 1e-3])}
     runs |= {name: in_turns(name, *of_rounds) for name, of_rounds in others.items()}
-    return rounds.rounds_of(runs, {name: "resident" for name in runs}, LINK)
+    return of_bench.rounds_of(runs, {name: "resident" for name in runs}, LINK)
 
 
 def test_each_figure_of_the_rounds_table_is_in_its_row_and_column():
     arms = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 2e-3]), mcore=([[1.0]] * 3,))
-    cells = rounds.table_of_rounds(arms)
+    cells = of_bench.table_of_rounds(arms)
     assert [row[0] for row in cells] == ["round", "1", "2", "3", "median", "E by rounds"]
     assert [cell.partition(":")[0] for cell in cells[0][1:]] == ["resident", "native", "mcore"]
     assert cells[3][2] == "1.100  1.100  2.00" and cells[3][3] == "1.000  1.000  -"

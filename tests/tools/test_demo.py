@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from bridge_fgo.tools import demo
-from bridge_fgo.tools.arms import comparator, runner
+from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.main import app
 
 NAN_BITS = 0x7FF8000000000000
@@ -51,7 +51,7 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_arms_are_equal_but_for_the_parts_whose_bits_differ(what):
     theirs, ours, digests, different = DIFFERENT[what]
-    same = comparator.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
+    same = runner.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
     assert [part for part, equal in same.parts.items() if not equal] == different
     assert same.bitwise_equal is not bool(different)
 
@@ -60,10 +60,10 @@ def test_a_digest_that_neither_arm_has_is_no_equality_and_bits_tell_nans_apart_a
     runs = [arm(name, [step(1)]) for name in ("resident", "offloaded")]
     for run in runs:
         del run.result["digests"]["moments"]
-    assert not comparator.compare(*runs).bitwise_equal
+    assert not runner.compare(*runs).bitwise_equal
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
-    assert comparator.bits(nan) == comparator.bits(nan) != comparator.bits(other)
-    assert comparator.bits(None) != comparator.bits(0.0)
+    assert runner.bits(nan) == runner.bits(nan) != runner.bits(other)
+    assert runner.bits(None) != runner.bits(0.0)
 
 
 # --- following an arm ---
@@ -174,7 +174,7 @@ def gpu_arm(name, scale, steps):
 def report(resident, offloaded, cpu):
     """Return the report as text, and the cells after the first of each of its rows by the first."""
     console = Console(file=io.StringIO(), width=120)
-    demo.print_report(console, resident, offloaded, comparator.compare(resident, offloaded), cpu)
+    demo.print_report(console, resident, offloaded, runner.compare(resident, offloaded), cpu)
     text = console.file.getvalue()
     rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
     return text, {row[0]: row[1:] for row in rows if row}
@@ -201,7 +201,7 @@ def test_report_and_json_have_each_arms_figures_and_on_the_cpu_its_peak_of_state
     _, cells = report(*arms, cpu=True)
     assert cells["peak state in forward and backward"] == ["7 B", "14 B"]
     assert not {"peak allocated", "peak reserved", "median step"} & set(cells)
-    printed = demo.json_report(*arms, comparator.compare(*arms))
+    printed = demo.json_report(*arms, runner.compare(*arms))
     assert printed["peak_allocated_bytes"] == {"resident": 5_000_000_000, "offloaded": 10_000_000_000}
     assert printed["peak_reserved_bytes"] == {"resident": 6_000_000_000, "offloaded": 12_000_000_000}
     assert printed["peak_forward_backward_bytes"] == {"resident": 7, "offloaded": 14}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.bridge import compat
 from bridge_fgo.memory.host_memory import Pool
-from bridge_fgo.tools.doctor import command, machine
+from bridge_fgo.tools import doctor
 from bridge_fgo.tools.job import answers, target
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
@@ -74,7 +74,7 @@ def builder(monkeypatch, cpu_standins):
     """What `plan` and `doctor` ask of jobs; training here is not asked for, and mcore has an offloader."""
     fake = Builder()
     monkeypatch.setattr(answers, "subprocess", SimpleNamespace(run=fake, DEVNULL=None))
-    monkeypatch.setattr(command, "lacking", lambda findings: "")
+    monkeypatch.setattr(doctor, "lacking", lambda findings: "")
     monkeypatch.setattr(compat, "upstream_generation", lambda: "mcore generation 1")
     monkeypatch.setattr(compat, "upstream_adam_is_fused", lambda: True)
     return fake
@@ -92,7 +92,7 @@ def config(builder):
 
 
 def are_missing(monkeypatch, *packages):
-    for module in (command, job_module):
+    for module in (doctor, job_module):
         monkeypatch.setattr(module, "missing_packages", lambda: list(packages))
 
 
@@ -101,16 +101,16 @@ def no_megatron(monkeypatch):
     """Megatron cannot be found, and training here is not asked for."""
     are_missing(monkeypatch, "megatron-bridge", "megatron-core")
     monkeypatch.setattr(answers, "installed_versions", dict)
-    monkeypatch.setattr(command, "lacking", lambda findings: "")
+    monkeypatch.setattr(doctor, "lacking", lambda findings: "")
 
 
 @pytest.fixture
 def four_gpus(monkeypatch):
     """A machine of 4 GPUs and 4 GiB of host memory; returns a function that says how much of it is free."""
-    monkeypatch.setattr(command, "_examine_installed", lambda findings: None)  # no Transformer Engine is here
-    gpus = [machine.Gpu("test", 80 * GIB, 1)] * 4
-    monkeypatch.setattr(command, "look", lambda: machine.Machine(gpus, 1, 8, 4 * GIB, 4 * GIB, None, None))
-    return lambda free: monkeypatch.setattr(command, "pools", lambda: [Pool("host", free, free)])
+    monkeypatch.setattr(doctor, "_examine_installed", lambda findings: None)  # no Transformer Engine is here
+    gpus = [doctor.Gpu("test", 80 * GIB, 1)] * 4
+    monkeypatch.setattr(doctor, "look", lambda: doctor.Machine(gpus, 1, 8, 4 * GIB, 4 * GIB, None, None))
+    return lambda free: monkeypatch.setattr(doctor, "pools", lambda: [Pool("host", free, free)])
 
 
 def run(*arguments):
@@ -125,7 +125,7 @@ def told(*arguments):
     return status, json.loads(output)
 
 
-@pytest.mark.parametrize(("name", "where"), [("doctor", (command, "look")), ("plan", (plan_command, "read_job"))])
+@pytest.mark.parametrize(("name", "where"), [("doctor", (doctor, "look")), ("plan", (plan_command, "read_job"))])
 def test_a_gpu_that_cannot_be_used_is_one_line_and_status_2(monkeypatch, config, name, where):
     monkeypatch.setattr(*where, Mock(side_effect=RuntimeError("the NVIDIA driver is too old")))
     assert run(name, config()) == (2, f"bridge-fgo {name}: the NVIDIA driver is too old")
@@ -274,7 +274,7 @@ def test_a_node_without_the_memory_is_refused_unless_the_job_may_have_more_gpus(
 
 def test_the_memory_of_mcores_offloader_is_warned_of_and_not_refused(config, four_gpus, monkeypatch):
     # Training does not ask for it there, and would start.
-    monkeypatch.setattr(command, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(doctor, "available_bytes", lambda: 2**20)
     status, found = told("doctor", config(), *ON_NODE, "--engine", "mcore")
     assert status == 0 and found["refusals"] == []
     assert any("mcore's offloader pins" in warning and "4 rank(s)" in warning for warning in found["warnings"])
@@ -304,31 +304,31 @@ JOB = SimpleNamespace(config=SimpleNamespace(checkpoint=None))
 
 def test_of_a_background_save_the_rank_with_most_tensors_counts_beside_the_one_with_most_bytes(monkeypatch):
     asked = []
-    monkeypatch.setattr(command, "refuse_small_shared_memory", lambda checkpoint, copies, ranks: asked.append(copies))
+    monkeypatch.setattr(doctor, "refuse_small_shared_memory", lambda checkpoint, copies, ranks: asked.append(copies))
     stages = [[SimpleNamespace(saved=(100,))], [SimpleNamespace(saved=(1,) * 5)]]
-    assert not list(command._memory_refusals(JOB, SimpleNamespace(fullest_node=lambda ranks: [0], states=stages), 1))
+    assert not list(doctor._memory_refusals(JOB, SimpleNamespace(fullest_node=lambda ranks: [0], states=stages), 1))
     assert asked == [[100], [1] * 5]
 
 
 @pytest.mark.parametrize(("ranks", "needed"), [(2, 500), (6, 1250)])
 def test_a_node_is_refused_for_what_its_own_ranks_need(monkeypatch, four_gpus, ranks, needed):
-    monkeypatch.setattr(command, "refuse_small_shared_memory", lambda *of_save: None)
+    monkeypatch.setattr(doctor, "refuse_small_shared_memory", lambda *of_save: None)
     estimate = object.__new__(Estimate)
     pinned = [300, 150, 150, 150, 250, 250]  # pipeline stages on nodes of 2
     estimate.__dict__.update(pinned=pinned, states=[[SimpleNamespace(saved=())]])
     for free, refused in ((needed, 0), (needed - 1, 1)):
-        monkeypatch.setattr(command, "pools", lambda free=free: [Pool("host", 2000, free)])
-        refusals = list(command._memory_refusals(JOB, estimate, ranks))
+        monkeypatch.setattr(doctor, "pools", lambda free=free: [Pool("host", 2000, free)])
+        refusals = list(doctor._memory_refusals(JOB, estimate, ranks))
         assert [f"{needed} for the {ranks} rank(s)" in text for text in refusals] == [True] * refused
 
 
 def test_limits_that_are_too_low_are_warned_of():
-    few = machine.Machine([machine.Gpu("test", 80 * GIB, None)], 2, 8, GIB, GIB, 2**16, 2**20)
-    found = machine.warnings(few, GIB)
+    few = doctor.Machine([doctor.Gpu("test", 80 * GIB, None)], 2, 8, GIB, GIB, 2**16, 2**20)
+    found = doctor.warnings(few, GIB)
     assert [next(w for w in ("NUMA", "ulimit") if w in text) for text in found] == ["NUMA", "ulimit"]
-    enough = machine.Machine([machine.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
-    assert machine.warnings(enough, GIB) == []
-    assert machine.warnings(replace(enough, gpus=few.gpus, numa_nodes=1), GIB) == []
+    enough = doctor.Machine([doctor.Gpu("test", 80 * GIB, 4)], 2, 8, GIB, GIB, None, 2 * GIB)
+    assert doctor.warnings(enough, GIB) == []
+    assert doctor.warnings(replace(enough, gpus=few.gpus, numa_nodes=1), GIB) == []
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_limits_that_are_too_low_are_warned_of():
     ],
 )
 def test_the_limit_on_page_locked_memory_is_judged(lockable, pinned, said):
-    assert command._judged(lockable, pinned) == said
+    assert doctor._judged(lockable, pinned) == said
 
 
 # --- what is installed, and whether this machine can train ---
@@ -367,7 +367,7 @@ def test_without_megatron_and_a_config_doctor_works_and_settings_of_a_job_are_an
 )
 def test_what_keeps_a_machine_from_training_is_said(monkeypatch, missing, gpus, target, reason):
     are_missing(monkeypatch, *missing)
-    said = command.lacking(SimpleNamespace(machine={"gpus": gpus}, target=target))
+    said = doctor.lacking(SimpleNamespace(machine={"gpus": gpus}, target=target))
     assert said.startswith(reason) and bool(said) == bool(reason)
 
 
@@ -380,8 +380,8 @@ def test_a_machine_that_cannot_train_is_status_1_and_its_facts_are_there(monkeyp
 
 @pytest.mark.parametrize("gpus", [[], ["one"]])
 def test_megatron_bridge_without_transformer_engine_is_refused_where_there_are_gpus(gpus):
-    findings = command.Findings({"transformer-engine": None, "install": None}, {"gpus": gpus})
-    command._examine_installed(findings)
+    findings = doctor.Findings({"transformer-engine": None, "install": None}, {"gpus": gpus})
+    doctor._examine_installed(findings)
     told, not_told = (findings.refusals, findings.warnings) if gpus else (findings.warnings, findings.refusals)
     assert not_told == [] and "does not import without it" in told[0]
 
@@ -389,8 +389,8 @@ def test_megatron_bridge_without_transformer_engine_is_refused_where_there_are_g
 def test_the_driver_is_read_from_the_kernel(tmp_path, monkeypatch):
     path = tmp_path / "version"
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build\n")
-    monkeypatch.setattr(machine, "DRIVER", path)
-    assert machine.driver_version() == "570.124.06"
+    monkeypatch.setattr(doctor, "DRIVER", path)
+    assert doctor.driver_version() == "570.124.06"
 
 
 # --- the builder ---
@@ -408,7 +408,7 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
 
 def test_without_a_config_the_builder_is_asked_only_of_versions_that_no_answers_are_kept_of(builder, monkeypatch):
     fresh = []
-    monkeypatch.setattr(command, "ask_builder", lambda **asked: fresh.append(asked) or {"mcore": "0.20.0"})
+    monkeypatch.setattr(doctor, "ask_builder", lambda **asked: fresh.append(asked) or {"mcore": "0.20.0"})
     versions = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))["versions"]
     for installed, mcore in ((versions, versions["megatron-core"]), ({"megatron-core": "0.20.0"}, "0.20.0")):
         monkeypatch.setattr(answers, "installed_versions", lambda installed=installed: installed)

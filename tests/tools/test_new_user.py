@@ -48,14 +48,12 @@ COMMANDS = [
     ("plan", 2, "Usage: bridge-fgo plan", LIGHT),
     ("run", 2, "Usage: bridge-fgo run", LIGHT),
     ("run nothere.py", 2, "bridge-fgo run: there is no script 'nothere.py'", LIGHT),
-    ("run nothere.py --help", 2, "bridge-fgo run: there is no script 'nothere.py'", LIGHT),
     ("run .", 2, "bridge-fgo run: there is no script '.'", LIGHT),
     ("run --fraction 9 ok.py", 2, "bridge-fgo run: OffloadConfig.fraction=9.0: use a number in (0, 1]", LIGHT),
     ("run --engin native ok.py", 2, "Usage: bridge-fgo run", LIGHT),
     ("run -m no_such_package.train", 2, "bridge-fgo run: -m no_such_package.train: there is no module", LIGHT),
     ("run ok.py", 0, "trained", TORCH),
     ("plan nothere.yaml", 2, "bridge-fgo plan: nothere.yaml: there is no such file", LIGHT),
-    ("doctor nothere.yaml", 2, "bridge-fgo doctor: nothere.yaml: there is no such file", LIGHT),
     ("plan empty.yaml", 2, "bridge-fgo plan: empty.yaml: is empty", LIGHT),
     ("plan broken.yaml", 2, "bridge-fgo plan: broken.yaml: cannot be read as a run config", LIGHT),
     ("plan other.yaml", 2, "bridge-fgo plan: other.yaml: is not a saved run config", LIGHT),
@@ -74,6 +72,7 @@ COMMANDS = [
     ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Fits only with the offload on 8 GPUs of H200", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
+    ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
     ("plan llama3_70b_64gpu --gpus 60", 2, "bridge-fgo plan: --gpus 60: not divisible by tensor 2", LIGHT),
     ("plan qwen3_30b_a3b_8gpu --gpus 60 train.micro_batch_size=2", 2, "bridge-fgo plan: --gpus 60: a pipeline", LIGHT),
     ("plan tiny train.micro_batch_size 2", 2, "bridge-fgo plan: override 'train.micro_batch_size' has no '='", LIGHT),
@@ -96,23 +95,14 @@ COMMANDS = [
 ]  # fmt: skip
 
 OF_THE_SECOND_HOUR = [
-    ("plan llama3_70b_64gpu --fraction 1.5", 2, "bridge-fgo plan: OffloadConfig.fraction=1.5: use a number in", LIGHT),
     ("plan llama3_70b_64gpu --link-gbs 0", 2, "bridge-fgo plan: --link-gbs 0.0: use a number of GB/s", LIGHT),
     ("plan llama3_70b_64gpu --check", 2, "bridge-fgo plan: --check needs --system, one of GB200", LIGHT),
     ("plan llama3_70b_64gpu --recommend", 2, "bridge-fgo plan: --recommend needs --system, one of", LIGHT),
-    ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
     ("plan llama3_70b_64gpu --systm GB200", 2, "Usage: bridge-fgo plan", LIGHT),
-    ("plan tiny --gpus 1.5", 2, "Usage: bridge-fgo plan", LIGHT),
     ("plan tiny --system", 2, "Error: Option '--system' requires an argument", LIGHT),
     ("plan tiny optimizer.offload.fraction=2", 2, "bridge-fgo plan: OffloadConfig.fraction=2: use", TORCH),
     ("plan llama3_70b_64gpu hf_config=no", 2, "bridge-fgo plan: hf_config=no: there is no no/config.json", LIGHT),
-    ("plan kimi_k2_256gpu_gb300 --gpus 100", 2, "bridge-fgo plan: --gpus 100: a pipeline stage has 25 ranks", LIGHT),
-    ("plan gpt_oss_120b", 2, "bridge-fgo plan: there is no recipe 'gpt_oss_120b'; did you mean gpt_oss_120b", LIGHT),
-    ("plan dsv4_pro_256gpu_gb300", 2, "bridge-fgo plan: recipe='dsv4_pro_256gpu_gb300' needs Megatron-LM's dev", LIGHT),
-    ("plan qwen35_397b_a17b_64gpu", 2, "bridge-fgo plan: config.json of Qwen/Qwen3.5-397B-A17B is neither", HUB),
-    ("plan gpt_oss_120b_64gpu_gb300 --system GB300 --check", 0, "Fits on 64 GPUs of GB300: peak ", TORCH),
     ("plan glm52_192gpu --system GB200", 0, "May fit (activations are not counted) on 192 GPUs of GB200", TORCH),
-    ("plan kimi_k2_256gpu --system GB200 --check", 0, "Fits on 256 GPUs of GB200", TORCH),
     ("plan qwen3_235b_a22b_64gpu --system H200 --recommend", 0, "Fits only with the offload on 64 GPUs", TORCH),
     ("plan llama3_70b_64gpu --system GB200 --json", 0, "{", TORCH),
     ("plan qwen3_30b_a3b_8gpu --phases", 2, "bridge-fgo plan: --phases: optimizer.reuse_grad_buf_for_mxfp8", TORCH),
@@ -131,18 +121,12 @@ OF_THE_SECOND_HOUR = [
     ("doctor llama3_70b_64gpu", 1, "Cannot train here: torch sees no GPU", BUILT),
     ("run --offload ok.py", 0, "trained", TORCH),
     ("run --fraction half ok.py", 2, "Usage: bridge-fgo run", LIGHT),
-    ("run --gpu-memory-budget-gib lots ok.py", 2, "Usage: bridge-fgo run", LIGHT),
-    ("report run", 2, "bridge-fgo report: run: no TensorBoard events", LIGHT),
-    ("report broken.log", 2, "bridge-fgo report: broken.log: broken, or no TensorBoard log", LIGHT),
     ("demo --layers 0", 2, "Usage: bridge-fgo demo", LIGHT),
-    ("recipes lst", 2, "Usage: bridge-fgo recipes", LIGHT),
     ("bench", 2, "bridge-fgo bench: torch sees no CUDA device here", TORCH),
     ("bench natvie", 2, "Usage: bridge-fgo bench", LIGHT),
     ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
     ("launch --factory llama3_70b account=ME", 1, "pretrain: recipe='llama3_70b': there is no such recipe; use", NEMO),
-    ("launch --factory tiny acount=ME", 1, "pretrain: acount=ME: there is no setting acount; did you mean acc", NEMO),
     ("launch --factory llama3_70b_64gpu", 1, "pretrain: account=None: Slurm needs an account; give account=", NEMO),
-    ("launch --factory tiny --fraction 0.5", 1, "pretrain: there is no option --fraction: settings are NAME=", NEMO),
     ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "each process", BUILT),
     ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
 ]  # fmt: skip
@@ -155,8 +139,6 @@ def folder(tmp_path):
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "other.yaml").write_text("a: 1")
-    (tmp_path / "broken.log").write_text("no figures")
-    (tmp_path / "run").mkdir()
     (tmp_path / "mycfg.py").write_text(
         "from bridge_fgo.recipes.tiny import tiny_config\n\ndef ok():\n    return tiny_config(on_cpu=False)\n\n"
         "def fails():\n    return {}['hidden_size']\n"

@@ -10,13 +10,12 @@ import pytest
 from built_jobs import job
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.bench.floor import floor_seconds
 from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.activations import activation_bytes
 from bridge_fgo.tools.plan.estimate import make_estimate
-from bridge_fgo.tools.plan.systems import links
+from bridge_fgo.tools.plan.systems import floor_seconds, links
 
 pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
 

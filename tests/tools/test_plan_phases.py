@@ -25,7 +25,7 @@ GB = 10**9
 
 
 def moves(stage):
-    return {move.name: (move.params, move.grads, move.optimizer) for move in stage.moves}
+    return {move["name"]: (move["params"], move["grads"], move["optimizer"]) for move in stage.moves}
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

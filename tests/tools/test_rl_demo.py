@@ -14,7 +14,7 @@ from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.arms.rl.arm import parse
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.main import app
-from bridge_fgo.tools.memory_picture import State, states_of_run
+from bridge_fgo.tools.rl_demo import State, states_of_run
 
 FULL = {"params": 200, "grads": 400, "optimizer": 1200, "reference": 0}
 NONE = dict.fromkeys(FULL, 0)

@@ -43,8 +43,7 @@ def scale_before_the_sum() -> None:
 
 def stand_in_for_mcores_tests() -> None:
     """Have mcore's tests, which ask for NCCL and a GPU each, run on the CPU by gloo, and download nothing."""
-    from bridge_fgo.tools.standins.cuda import install_standins
-    from bridge_fgo.tools.standins.fsdp import fsdp_on_cpu
+    from bridge_fgo.tools.standins.cuda import fsdp_on_cpu, install_standins
 
     install_standins()
     _until_the_end.enter_context(fsdp_on_cpu())

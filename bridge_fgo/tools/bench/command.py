@@ -16,12 +16,19 @@ from typing import Any
 from rich.console import Console
 
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, launcher, run_arm
-from bridge_fgo.tools.bench.figures import legend, make_row, summary_of, table_of
+from bridge_fgo.tools.bench.figures import (
+    faster,
+    legend,
+    make_row,
+    rounds_of,
+    summary_of,
+    table_of,
+    table_of_rounds,
+)
 from bridge_fgo.tools.bench.in_turn import InTurn, order_of, squeezed_arms
 from bridge_fgo.tools.bench.options import Settings
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, resident_of, save_options
-from bridge_fgo.tools.bench.rounds import faster, rounds_of, table_of_rounds
 from bridge_fgo.tools.show import print_table
 
 NOT_EQUAL = 1

@@ -1,20 +1,63 @@
-"""The bench's table: a row an arm by pure arithmetic on the arms' events, and how its figures are shown."""
+"""The bench's figures, by pure arithmetic on the arms' events: steps that count, a row an arm, rounds; their tables.
+
+A step counts that is warm, and in which nothing is saved. A step with a save does not count, nor does the one after it:
+Bridge empties the allocator's cache for a save, and the background writer is waited for between the two, in no step's
+time, so that copies do not run on. Of arms that train in turn the first turn does not count, and of the others not the
+first step: it begins on a GPU at rest, and allocates anew what was given back for the others.
+
+Arms of one round train within seconds of each other. So the figure of two arms is the median, over rounds, of the
+difference or the ratio within a round: a host that slows down for some rounds slows both.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bridge_fgo.tools.arms.comparator import compare
-from bridge_fgo.tools.arms.runner import ArmRun
-from bridge_fgo.tools.bench.floor import floor_seconds
-from bridge_fgo.tools.bench.steps import save_stall_seconds, warm_steps
+from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.runner import ArmRun, compare
+from bridge_fgo.tools.arms.turns import WARM_UP
+from bridge_fgo.tools.plan.systems import floor_seconds
 
 RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
 """Fields of an arm's result that tell which steps count and what a save adds. They are the whole step's seconds, those
 from the end of `train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step. host_loop: seconds of its slowest rank's loop, and turn: its number; None where there is none."""
+
+    seconds: float
+    host_loop: float | None
+    turn: int | None
+
+
+def warm_steps(run: ArmRun) -> list[Step]:
+    """Return the steps of an arm that are neither cold nor disturbed by a save."""
+    found = []
+    saves = run.result.get("save_steps", [])
+    of_ranks = run.result.get("host_loop_seconds_of_ranks")
+    loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
+    for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
+        is_cold = event["step"] < FIRST_COUNTED_STEP or not event.get("turn") == before.get("turn") != WARM_UP
+        if not is_cold and event["step"] not in saves and event["step"] - 1 not in saves:
+            found.append(Step(event["seconds"], loop, event.get("turn")))
+    return found
+
+
+def save_stall_seconds(run: ArmRun, step_seconds: float) -> float | None:
+    """Return the median seconds by which a step with a background save is longer; None where there is no such save.
+
+    The first save does not count: it also plans the files, and may wait for the writer's process to start. A step lasts
+    until the next begins, so only the end of the writing is missed, which is waited for outside of all steps.
+    """
+    saves = run.result.get("save_steps", [])[1:]
+    stalls = [event["seconds"] - step_seconds for event in run.steps if event["step"] in saves]
+    return statistics.median(stalls) if stalls else None
 
 
 def _column(heading: str, tells: str, show: str | Callable[[Any], str] = "{:.2f}") -> Any:
@@ -50,7 +93,7 @@ class Row:
     """The measured figures of one arm; None for what is not known or not asked.
 
     Seconds and bytes are rank 0's, S is its optimizer state in bytes. Step times, added time and E are of the steps
-    that count (`tools.bench.steps`); phases, E of copies and the floor are medians over all steps from the seventh on.
+    that count; phases, E of copies and the floor are medians over all steps from the seventh on.
     """
 
     arm: str = _column("arm", "what was trained; see the bench's README", "{}")
@@ -216,3 +259,72 @@ def least_added(resident: dict[str, Any], mine: dict[str, Any], link: dict[str, 
         between=max(0.0, phases["rest"] - phases["backward"]),
         room=resident["peak_allocated_bytes"] - resident["base_bytes"],
     )
+
+
+@dataclass(frozen=True)
+class ArmRounds:
+    """One arm, a value a round."""
+
+    arm: str
+    seconds: tuple[float, ...]  # median of the steps that count, which are all of a turn but its first
+    host_loop_seconds: tuple[float, ...]  # median of their slowest ranks' loop; () where nobody timed it
+    compared_with: str  # name of the arm that this one is compared with
+    ratio: tuple[float, ...]  # `seconds` over those of that arm
+    added_seconds: float  # median over rounds of what is added to that arm's
+    e: float | None  # that over S / link; None for a resident arm
+
+
+def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the median seconds of a step and of its host loop, in each round in order."""
+    seconds, loops = [], []
+    for _, of_round in itertools.groupby(warm_steps(run), lambda step: step.turn):
+        steps = list(of_round)
+        seconds.append(statistics.median(step.seconds for step in steps))
+        timed = [step.host_loop for step in steps if step.host_loop is not None]
+        loops += [statistics.median(timed)] if timed else []
+    return tuple(seconds), tuple(loops)
+
+
+def rounds_of(
+    runs: Mapping[str, ArmRun], compared_with: Mapping[str, str], link: Mapping[str, float]
+) -> list[ArmRounds]:
+    """Return what each arm took in each round, the resident one first; `link` is what the bench's probe measured.
+
+    A resident arm that is compared with itself is compared with the first, to tell what its variables do.
+    """
+    of_arms = {name: medians(run) for name, run in runs.items()}
+    found: list[ArmRounds] = []
+    for name, (seconds, loops) in of_arms.items():
+        is_resident = compared_with[name] == name
+        other = next(iter(runs)) if is_resident else compared_with[name]
+        pairs = list(zip(seconds, of_arms[other][0], strict=True))
+        added = statistics.median(mine - others for mine, others in pairs)
+        e = added * min(link["d2h"], link["h2d"]) / runs[other].result["state_bytes"]
+        ratio = tuple(mine / others for mine, others in pairs)
+        found.append(ArmRounds(name, seconds, loops, other, ratio, added, None if is_resident else e))
+    return found
+
+
+def faster(arms: list[ArmRounds], residents: set[str]) -> list[str]:
+    """Say of each two arms in how many rounds the first was faster; resident arms come second."""
+    order = sorted(arms, key=lambda arm: arm.arm in residents)
+    found = []
+    for one, other in itertools.combinations(order, 2):
+        count = sum(x < y for x, y in zip(one.seconds, other.seconds, strict=True))
+        found.append(f"{one.arm} faster than {other.arm} in {count} of {len(one.seconds)} rounds")
+    return found
+
+
+def table_of_rounds(arms: list[ArmRounds]) -> list[list[str]]:
+    """Return the cells, a round a row, an arm a column: seconds of a step, ratio, host loop in ms."""
+    cells = [["round", *(f"{arm.arm}: s, ratio, loop ms" for arm in arms)]]
+    for number in range(len(arms[0].seconds)):
+        row = [str(number + 1)]
+        for arm in arms:
+            loop = f"{1e3 * arm.host_loop_seconds[number]:.2f}" if arm.host_loop_seconds else "-"
+            row.append(f"{arm.seconds[number]:.3f}  {arm.ratio[number]:.3f}  {loop}")
+        cells.append(row)
+    over = [f"{statistics.median(arm.seconds):.3f}  {statistics.median(arm.ratio):.3f}" for arm in arms]
+    cells.append(["median", *over])
+    cells.append(["E by rounds", *("-" if arm.e is None else f"{arm.e:.2f}" for arm in arms)])
+    return cells

@@ -21,8 +21,8 @@ from typing import Any
 from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
 from bridge_fgo.tools.arms.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
+from bridge_fgo.tools.bench.figures import medians
 from bridge_fgo.tools.bench.presets import read_name
-from bridge_fgo.tools.bench.rounds import medians
 
 WARM_UP_STEPS = FIRST_COUNTED_STEP + 2
 """Steps of the turn that does not count: to the first that would count without turns, and the first ones whose masters

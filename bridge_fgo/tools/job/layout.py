@@ -25,7 +25,7 @@ from bridge_fgo.states.fsdp import BUFFER
 from bridge_fgo.tools.job.held import FP8_BYTES, MXFP8_BYTES, Held, OptimizerStates
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.standins import te_shapes
-from bridge_fgo.tools.standins.fsdp import fsdp_on_meta
+from bridge_fgo.tools.standins.cuda import fsdp_on_meta
 
 FSDP = "FullyShardedDataParallel"
 POOL_BUFFERS = 2  # buffers of each size in a pool of double buffers of Megatron-FSDP

@@ -3,5 +3,5 @@
 To be read in this order: `command`; `tools/job/job` (what a job is) and `held` (what its ranks hold, by mcore's own
 objects in `tools/job/layout`); `state` (bytes of states) and `activations`; `estimate` (peaks, and what
 copies cost on `systems`); `verdict`. Then what may be asked beside it: `recommend` with `compute`, `phases`;
-`log` and `shortage` for a job that ran out of memory.
+`log` for a job that ran out of memory.
 """

@@ -8,7 +8,7 @@ cross whole. All in the steady state, from the second cycle on.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -33,19 +33,9 @@ SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
 )
 
 
-@dataclass(frozen=True)
-class Move:
-    """Bytes of one rank that cross the link in one move."""
-
-    name: str
-    params: int = 0
-    grads: int = 0
-    optimizer: int = 0
-
-    @property
-    def copied(self) -> int:
-        """All of it."""
-        return self.params + self.grads + self.optimizer
+def _move(name: str, params: int = 0, optimizer: int = 0) -> dict[str, Any]:
+    """Return the bytes of one rank that cross the link in one move, by kind, and all of them: `copied`."""
+    return {"name": name, "params": params, "grads": 0, "optimizer": optimizer, "copied": params + optimizer}
 
 
 @dataclass(frozen=True)
@@ -72,15 +62,15 @@ class StagePhases:
     unhosted: int = 0
 
     @property
-    def moves(self) -> list[Move]:
-        """The moves of an iteration, in order."""
+    def moves(self) -> list[dict[str, Any]]:
+        """The moves of an iteration, in order, as `_move` returns them."""
         return [
-            Move(SLEEP, params=self.shard, optimizer=self.states),
-            Move(ALONE, params=self.shard + self.frozen),
-            Move(REST, optimizer=self.states),
-            Move(SLEEP_ALL, params=self.untold, optimizer=self.states),
-            Move(WAKE_ALL, params=self.untold + self.frozen, optimizer=self.states),
-            Move(REFERENCE, params=self.reference),
+            _move(SLEEP, self.shard, self.states),
+            _move(ALONE, self.shard + self.frozen),
+            _move(REST, optimizer=self.states),
+            _move(SLEEP_ALL, self.untold, self.states),
+            _move(WAKE_ALL, self.untold + self.frozen, self.states),
+            _move(REFERENCE, self.reference),
         ]
 
 
@@ -104,10 +94,7 @@ class Phases:
     def as_json(self) -> dict[str, Any]:
         """Return the phases as JSON takes them: bytes and seconds."""
         return {
-            "stages": [
-                asdict(stage) | {"moves": [asdict(move) | {"copied": move.copied} for move in stage.moves]}
-                for stage in self.stages
-            ],
+            "stages": [asdict(stage) | {"moves": stage.moves} for stage in self.stages],
             "seconds": [
                 {"system": link.name, "d2h": link.d2h, "h2d": link.h2d, **seconds} for link, seconds in self.seconds
             ],
@@ -134,11 +121,11 @@ def plan_phases(estimate: Estimate, host_memory_limit_gib: float | None = None) 
         raise ValueError(f"--phases: {refusal}")
     limit = math.inf if host_memory_limit_gib is None else host_memory_limit_gib * 2**30
     stages = [_stage(estimate, stage, limit) for stage in estimate.stages]
-    phases = Phases(stages, [], list(_notes(estimate, stages)), list(phase_refusals(estimate.job)))
+    phases = Phases(stages, [], list(_notes(estimate, stages)), list(_told(estimate.job, REFUSED)))
     for of_link in estimate.links:
         link = of_link.link  # of one GPU beside the others of its node
         speeds = {SLEEP: link.d2h, SLEEP_ALL: link.d2h}
-        seconds = {move.name: move.copied / speeds.get(move.name, link.h2d) for move in phases.fullest.moves}
+        seconds = {m["name"]: m["copied"] / speeds.get(m["name"], link.h2d) for m in phases.fullest.moves}
         phases.seconds.append((link, seconds))
     return phases
 
@@ -177,27 +164,32 @@ def _stage(estimate: Estimate, of_stage: StageEstimate, limit: float) -> StagePh
     )
 
 
-def phase_refusals(job: Job) -> Iterator[str]:
-    """Yield why `Residency` would refuse a job by settings that change no bytes, as far as its config tells."""
-    config: Any = job.config
-    if getattr(config.ddp, "nccl_ub", False):
-        yield "ddp.nccl_ub=True: the buffers are registered with NCCL; set ddp.nccl_ub=False"
-    graphs = getattr(config.model, "cuda_graph_impl", "none")
-    if graphs not in (None, "none"):
-        yield f"model.cuda_graph_impl={graphs!r}: graphs have addresses baked in; set model.cuda_graph_impl='none'"
-    if getattr(config.optimizer, "optimizer_cuda_graph", False):
-        yield "optimizer.optimizer_cuda_graph=True: its graph has addresses baked in; set it to False"
+REFUSED = {
+    "ddp.nccl_ub": "the buffers are registered with NCCL; set ddp.nccl_ub=False",
+    "model.cuda_graph_impl": "graphs have addresses baked in; set model.cuda_graph_impl='none'",
+    "optimizer.optimizer_cuda_graph": "its graph has addresses baked in; set it to False",
+}
+"""Why `Residency` would refuse a setting that is on and changes no bytes."""
+UNPLANNED = {
+    "ddp.use_megatron_fsdp": "Megatron-FSDP manages its memory itself; set ddp.use_megatron_fsdp=False",
+    "dist.use_megatron_fsdp": "Megatron-FSDP manages its memory itself; set ddp.use_megatron_fsdp=False",
+    "dist.use_torch_fsdp2": "torch FSDP2 manages its memory itself; set it to False",
+    "optimizer.optimizer_cpu_offload": "states are on the CPU already; set it to False",
+}
+"""The same of one with which it is not known what would move."""
+
+
+def _told(job: Job, refusals: Mapping[str, str]) -> Iterator[str]:
+    for name, why in refusals.items():
+        section, _, setting = name.partition(".")
+        if (value := getattr(getattr(job.config, section), setting, None)) not in (None, False, "none"):
+            yield f"{name}={value!r}: {why}"
 
 
 def _unplanned(job: Job) -> Iterator[str]:
     """Yield why `Residency` would refuse a job of which it is not known what would move."""
     config: Any = job.config
-    if getattr(config.ddp, "use_megatron_fsdp", False) or getattr(config.dist, "use_megatron_fsdp", False):
-        yield "Megatron-FSDP manages its memory itself: set ddp.use_megatron_fsdp=False"
-    if getattr(config.dist, "use_torch_fsdp2", False):
-        yield "torch FSDP2 manages its memory itself: set dist.use_torch_fsdp2=False"
-    if getattr(config.optimizer, "optimizer_cpu_offload", False):
-        yield "optimizer.optimizer_cpu_offload=True: states are on the CPU already; set it to False"
+    yield from _told(job, UNPLANNED)
     quantized = any(tensor.quantized for stage in job.stages for chunk in stage for tensor in chunk)
     if quantized and getattr(config.optimizer, "reuse_grad_buf_for_mxfp8_param_ag", False):
         yield (
@@ -244,9 +236,9 @@ def print_phases(console: Console, phases: Phases) -> None:
         style="bold",
         markup=False,
     )
-    kinds = [(m.name, *map(gigabytes, (m.params, m.grads, m.optimizer, m.copied))) for m in stage.moves]
+    kinds = [(name, *map(gigabytes, nbytes)) for name, *nbytes in map(dict.values, stage.moves)]
     console.print(table("GB that cross the link", ("move", "params", "grads", "optimizer", "all"), kinds))
-    times = [(m.name, *(in_seconds(of_link[m.name]) for _, of_link in phases.seconds)) for m in stage.moves]
+    times = [(m["name"], *(in_seconds(of_link[m["name"]]) for _, of_link in phases.seconds)) for m in stage.moves]
     console.print(table("Seconds", ("move", *(link.title for link, _ in phases.seconds)), times))
     print_lines(console, phases.notes)
     for refusal in phases.refusals:

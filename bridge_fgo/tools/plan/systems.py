@@ -1,4 +1,7 @@
-"""The systems that people train on: links between host and GPU, memory and speed, and where the figures come from."""
+"""The systems that people train on: links between host and GPU, memory and speed, and where the figures come from.
+
+And the floor: the least time that copies over a link add to a step.
+"""
 
 from __future__ import annotations
 
@@ -135,3 +138,24 @@ def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None)
         name = "given" if system is None else chosen[0].name
         chosen = [Link(name, speed, speed, speed, chosen[0].gpus, True, "--link-gbs")]
     return [replace(link, gpus=gpus_per_node or link.gpus) for link in chosen]
+
+
+def floor_seconds(
+    nbytes: int, d2h: float, h2d: float, duplex: float, backward: float, first_forward: float, between: float, room: int
+) -> float:
+    """Return the least time in seconds that a step can get longer by when `nbytes` are copied out and come back.
+
+    States may come back in the last microbatch's backward, and leave in the next first forward, at the full bandwidth
+    of one direction. They are updated only when the gradients are final; from then on what is left goes both ways at
+    once, until the last is updated and forward begins. A resident run does its update in that time too, so its own time
+    `between` backward and forward is not lost.
+
+    Bandwidths are bytes a second: `d2h` and `h2d` in one direction alone, `duplex` each way with both busy. `room` is
+    the bytes that activations take and give back; no more may be on the way during forward or backward.
+    """
+    early = min(nbytes, h2d * backward, room)
+    both_ways = (nbytes - early) / duplex
+    out_left = early  # as much has not left yet when the last has come and been updated
+    late = min(out_left, room)
+    span = both_ways + (out_left - late) / d2h + max(late / d2h, first_forward)
+    return max(0.0, span - between - first_forward)
