@@ -3,6 +3,7 @@
 import cpu_model
 import rank_child
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 PARTS = {"in_proj.weight": ("query", "key", "value", "z", "beta", "alpha"), "conv1d.weight": ("query", "key", "value")}
 """Into what `fsdp_dtensor` checkpoints split its fused parameters."""
@@ -14,21 +15,6 @@ SIZES = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-
-
-def uncompiled():
-    """Return a context in which nothing is compiled, which would take longer than a test trains."""
-    return torch._dynamo.config.patch(disable=True)
-
-
-def have_the_first_layer_take_it(patch) -> None:
-    """Have every model that is made from now on have one such layer; `patch` is `setattr`, or undoes what it sets."""
-    from megatron.core.ssm.gated_delta_net import common
-
-    # In deterministic mode it is plain PyTorch but for this norm.
-    patch(common, "HAVE_FLA", True)
-    patch(common, "l2norm", lambda tensor: torch.nn.functional.normalize(tensor, dim=-1))
-    patch(cpu_model, "layer_spec", _layer_spec)
 
 
 _of_attention = cpu_model.layer_spec
@@ -50,8 +36,23 @@ def _layer_spec(config, vp_stage=None):
     return spec
 
 
+def assert_split(checkpoint) -> None:
+    """Check that a checkpoint has each part of a fused parameter, of the model and of each moment, and no whole one."""
+    names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for fused, parts in PARTS.items():
+        of_model = {name for name in names if name.startswith("model.") and fused in name}
+        assert {name.rpartition(f"{fused}.")[2] for name in of_model} == set(parts), of_model
+        for moment in ("exp_avg", "exp_avg_sq"):
+            of_states = {name for name in names if fused in name and name.endswith(f".{moment}")}
+            assert {name.rpartition(f"{fused}.")[2] for name in of_states} == {f"{part}.{moment}" for part in parts}
+
+
 def train(rank, job) -> dict:
-    """As `rank_child.train`, with that layer."""
-    have_the_first_layer_take_it(setattr)
-    with uncompiled():
+    """As `rank_child.train`, in a process whose models have one such layer."""
+    from megatron.core.ssm.gated_delta_net import common
+
+    # In deterministic mode it is plain PyTorch but for this norm.
+    common.HAVE_FLA, common.l2norm = True, lambda tensor: torch.nn.functional.normalize(tensor, dim=-1)
+    cpu_model.layer_spec = _layer_spec
+    with torch._dynamo.config.patch(disable=True):  # to compile takes longer than a test trains
         return rank_child.train(rank, job)

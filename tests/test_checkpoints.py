@@ -6,11 +6,9 @@ import functools
 import shutil
 
 import async_worker
-import gated_delta_net
 import pytest
 import torch
 from both import OPTIMIZERS, PACKED, bits, both, release, session_of, steps, training
-from lanes import in_lanes
 from saving import (
     FORMATS,
     Saved,
@@ -18,13 +16,9 @@ from saving import (
     background,
     finish,
     load,
-    newest,
     save,
-    send_all_away,
-    skip_data_of,
 )
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 import bridge_fgo
@@ -159,52 +153,8 @@ def test_a_load_in_mid_pass_over_states_that_are_there_is_bitwise_as_resident(sa
     both(loaded, **KINDS[kind])
 
 
-@pytest.mark.parametrize("kind", ["te's adam", "fsdp of swiglu"])
-def test_a_load_without_optimizer_state_goes_on_as_a_resident_one(saved, kind):
-    before = saved(kind)
-
-    def loaded(run):
-        run.cfg.checkpoint.load_optim = False
-        load(run, before.folders[True, FORMATS[0]])
-        skip_data_of(run, SAVED_AFTER)
-        seen = steps(run, 2)
-        assert bits(run) != before.end
-        return seen
-
-    both(loaded, **KINDS[kind])
-
-
 def test_a_save_before_the_first_step_is_a_resident_runs(tmp_path):
     both(lambda run: save(run, tmp_path / str(run.options.offload)), **KINDS["fsdp of swiglu"])
-    assert_same_shards(tmp_path / "True", tmp_path / "False")
-
-
-SITUATIONS = {
-    "after found_inf": {"found_inf_steps": frozenset({3})},
-    "after a gradient norm skip": {"grad_norm_skip_steps": frozenset({3})},
-    "at the rerun machine's early exit": {"checkpoint_exit_step": 3},  # with the reload that finalize began in flight
-    "with states that stay": {},
-    "after a whole step": {},
-}
-
-
-@pytest.mark.parametrize("situation", in_lanes(SITUATIONS, ("after found_inf", "with states that stay")))
-def test_a_save_writes_the_right_bytes_in_both_formats(tmp_path, situation):
-    stays = situation == "with states that stay"
-    for offload in (False, True):
-        with training(
-            offload, dataclasses.replace(PACKED, fraction=0.5 if stays else 1), **SITUATIONS[situation]
-        ) as run:
-            for _ in range(3):
-                record = run.step()
-            assert record.skipped == bool(SITUATIONS[situation])
-            assert record.should_checkpoint == ("exit" in situation)
-            if offload and stays:
-                engine = session_of(run).engine
-                engine.schedule.parts[0].stays = True
-                engine.require_readable()
-            for format in FORMATS:
-                save(run, tmp_path / str(offload) / format, format)
     assert_same_shards(tmp_path / "True", tmp_path / "False")
 
 
@@ -223,22 +173,6 @@ def test_a_save_moves_no_state_to_the_gpu_but_masters_that_were_copied_in_part_e
         assert seen() == before and SlabState.RESIDENT not in before[0]
         assert engine.traffic.back - back == sum(slab.codec.link_bytes for slab in away)
         assert bool(away) == packed
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_what_is_handed_out_for_a_checkpoint_shares_no_memory_with_a_slab(format):
-    # A background writer reads for minutes; a later step must not be able to change a byte of it.
-    with training(True) as run:
-        steps(run, 2)
-        slabs = session_of(run).engine.slabs
-        ours = {tensor.untyped_storage()._cdata for slab in slabs for tensor in (slab.gpu, slab.host.tensor)}
-        addresses = [(slab.host.address, slab.host.address + slab.nbytes) for slab in slabs]
-        model = run.model[0].sharded_state_dict()
-        state = run.optimizer.sharded_state_dict(model, metadata={"distrib_optim_sharding_type": format})
-        tensors = [tensor for _, tensor in tensors_in(state["param_state"])]
-        assert tensors
-        assert not ours & {tensor.untyped_storage()._cdata for tensor in tensors}
-        assert not any(start <= tensor.data_ptr() < end for tensor in tensors for start, end in addresses)
 
 
 def tensors_in(value, path=()):
@@ -335,56 +269,6 @@ def test_a_harmed_shard_is_an_error_after_which_all_is_as_in_a_resident_run(save
 
     both(loads_it, **KINDS[kind])
     assert {path: path.stat().st_mtime_ns for path in bad.rglob("*")} == left
-
-
-# A gated delta net under Megatron-FSDP, of whose fused parameters the states are split as these are.
-
-
-@pytest.fixture
-def gdn(monkeypatch):
-    gated_delta_net.have_the_first_layer_take_it(monkeypatch.setattr)
-    with gated_delta_net.uncompiled():
-        yield
-
-
-def assert_split(checkpoint):
-    """Check that a checkpoint has each part of a fused parameter, of the model and of each moment, and no whole one."""
-    names = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    for fused, parts in gated_delta_net.PARTS.items():
-        of_model = {name for name in names if name.startswith("model.") and fused in name}
-        assert {name.rpartition(f"{fused}.")[2] for name in of_model} == set(parts), of_model
-        for moment in ("exp_avg", "exp_avg_sq"):
-            of_states = {name for name in names if fused in name and name.endswith(f".{moment}")}
-            assert {name.rpartition(f"{fused}.")[2] for name in of_states} == {f"{part}.{moment}" for part in parts}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "loads"),
-    [
-        pytest.param("optim_grads_params", [(True, False)], marks=pytest.mark.slow),
-        pytest.param("optim", [(True, False), (False, True)], marks=pytest.mark.slow),
-    ],
-)
-def test_a_gated_delta_nets_checkpoint_is_split_and_has_a_resident_runs_bytes_and_loads(tmp_path, gdn, strategy, loads):
-    options, ends = FSDP | {"swiglu": True, "fsdp": strategy}, []
-
-    def saved_and_trained_on(run):
-        seen = steps(run, SAVED_AFTER)
-        send_all_away()
-        save(run, tmp_path / str(run.options.offload))
-        assert not run.options.offload or run.live_state_bytes() == 0, "no state came to the GPU for the save"
-        ends.append((steps(run), bits(run)))
-        return seen
-
-    both(saved_and_trained_on, **options)
-    assert_same_shards(tmp_path / "True", tmp_path / "False")
-    assert_split(newest(tmp_path / "True"))
-    for offload, saved in loads:
-        with training(offload, **options) as run:
-            load(run, tmp_path / str(saved))
-            assert not offload or run.live_state_bytes() == 0
-            skip_data_of(run, SAVED_AFTER)
-            assert (steps(run), bits(run)) == ends[0]
 
 
 # In the background.

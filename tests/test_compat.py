@@ -93,6 +93,18 @@ def test_a_flag_that_is_no_bool_is_refused(flag, value):
         compat.check_flag(config)
 
 
+@pytest.mark.parametrize("flag", [compat.FLAG, compat.CHUNKED_FLAG])
+def test_either_flag_counts_and_generation_2s_fraction_of_zero_moves_nothing_and_is_refused(flag):
+    config = SimpleNamespace(**{flag: True})
+    assert compat.flag_is_set(config) and not compat.flag_is_set(SimpleNamespace())
+    config.optimizer_state_offload_fraction = 0.5
+    compat.check_flag(config)
+    config.optimizer_state_offload_fraction = 0.0
+    with pytest.raises(ValueError, match="optimizer_state_offload_fraction"):
+        compat.check_flag(config)
+    assert compat.flag_is_set(config) is (flag == compat.FLAG)
+
+
 def test_a_version_is_told_without_its_local_part_and_as_if_set_leaves_the_config_alone(monkeypatch):
     package = SimpleNamespace(__version__="0.19.2+abc")
     monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)

@@ -163,42 +163,6 @@ def test_a_signal_ends_the_run_after_its_step_with_a_right_checkpoint(fourth_ste
     assert_same_shards(newest(tmp_path), fourth_step)
 
 
-TRANSFERS = {"copy_out": "a copy out", "release": "a release", "copy_in": "a copy in"}
-
-
-def transfers_of_a_step(monkeypatch):
-    """How often each transfer happens in the third step."""
-    counts = dict.fromkeys(TRANSFERS, 0)
-    with training(True) as run:
-        steps(run, 2)
-        with monkeypatch.context() as patch:
-            for name in TRANSFERS:
-                original = getattr(fault_child.Transfers, name)
-
-                def counted(self, *args, name=name, original=original):
-                    counts[name] += 1
-                    original(self, *args)
-
-                patch.setattr(fault_child.Transfers, name, counted)
-            run.step()
-    return counts
-
-
-def test_each_transfer_of_a_step_that_fails_ends_the_step_with_its_error(monkeypatch):
-    counts = transfers_of_a_step(monkeypatch)
-    assert min(counts.values()) > 5
-    tried = 0
-    for name, count in counts.items():
-        for call in range(1, count + 1) if ALL else sorted({1, count}):
-            with training(True) as run, monkeypatch.context() as patch:
-                steps(run, 2)
-                fault_child.break_at(TRANSFERS[name], call, "failed", patch.setattr)
-                with pytest.raises(fault_child.Injected, match=TRANSFERS[name]):
-                    run.step()
-                tried += 1
-    assert tried == (sum(counts.values()) if ALL else 6)
-
-
 def test_host_memory_that_cannot_be_had_is_an_error_before_training_that_leaves_nothing(monkeypatch):
     call = 5
     buffers, mapping, left = [], host_buffer.mmap.mmap, call

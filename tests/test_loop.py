@@ -46,8 +46,11 @@ SAVES = {
     ),
 }  # fmt: skip
 """Settings, and the steps after which there are checkpoints."""
-FAST = [("foreground", "at an interval"), *(("fork", when) for when in ("on a signal", "non-persistent"))]
-"""Saves in the background that the fast lane has."""
+FAST = [
+    *(("foreground", when) for when in ("at an interval", "at the rerun machine's exit")),
+    *(("fork", when) for when in ("on a signal", "non-persistent")),
+]
+"""Saves that the fast lane has."""
 EXIT_STATUS = {"at exit_interval": 0, "at exit_duration": 0, "on a signal": 0, "at the rerun machine's exit": 16}
 """The last is mcore's `EXIT_CODE_RESUME_TO_DISAMBIGUATE`."""
 

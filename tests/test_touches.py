@@ -1,8 +1,11 @@
 """Callbacks between Bridge's own steps that read and write states that are away: bit for bit as resident ones."""
 
 import copy
+import dataclasses
 import io
+import re
 import sys
+import tempfile
 import types
 
 import pytest
@@ -63,6 +66,102 @@ def norm(training):
     return train_utils.calc_params_l2_norm(training.model, training.cfg.model)
 
 
+def scaled_after_reload_states(training):
+    """Write states while slabs are on their way to the host with the bytes of before; return what a save reads."""
+    bridge_fgo.reload_states()
+    for kind, factor in (("masters", 1.25), ("moments", 0.5)):
+        for _, tensor in training.state_tensors()[kind]:
+            tensor.data.mul_(factor)
+    leaf = training.optimizer.chained_optimizers[0]
+    return leaf.get_parameter_state_dp_zero() if training.options.distributed else loadable(training)
+
+
+def weights_loaded(training):
+    # Without the gate the write goes into freed storage, and the next reload brings stale bytes.
+    release(training)
+    for parameter in (parameter for chunk in training.model for parameter in chunk.parameters()):
+        parameter.mul_(0.75)
+    training.optimizer.reload_model_params()
+    assert not training.offloads_all or training.live_state_bytes() == 0, "written part by part, and away again"
+    bridge_fgo.reload_states()
+    release(training)
+    training.optimizer.chained_optimizers[0].state_dict()
+
+
+def moved_by_mcores_offload_to_cpu(training):
+    if not training.options.offload or training.options.distributed:
+        return
+    bridge_fgo.reload_states()
+    before = dict(training.state_tensors()["moments"])
+    with pytest.MonkeyPatch.context() as patch:  # it rebinds every parameter and state to a copy
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+        training.optimizer.offload_to_cpu()
+    assert all(tensor is not before[name] for name, tensor in training.state_tensors()["moments"])
+    training.optimizer.restore_from_cpu()
+
+
+def tensors(value):
+    """Yield every tensor in a nested state dictionary."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)
+
+
+def state_dict_that_is_kept(training):
+    """Return a copy of a dictionary that shares no memory with states, and is the same after another step."""
+    release(training)
+    found = training.optimizer.state_dict()
+    kept = copy.deepcopy(found)
+    assert training.options.distributed or len(list(tensors(found))) > 30
+    slabs = session_of(training).engine.slabs if training.offloads_all else []
+    spans = [(s.host.address, s.host.address + s.nbytes) for s in slabs]
+    mine = {s.gpu.untyped_storage()._cdata for s in slabs}
+    for tensor in tensors(found):
+        assert tensor.untyped_storage()._cdata not in mine
+        assert not any(start <= tensor.data_ptr() < end for start, end in spans)
+    steps(training)
+    assert not training.offloads_all or exact(found) == exact(kept), "of a resident run it is the states themselves"
+    return kept
+
+
+def loadable(training):
+    """Return a copy of torch's state dictionary, which a DistributedOptimizer has not."""
+    found = {} if training.options.distributed else copy.deepcopy(training.optimizer.state_dict())
+    return dict(enumerate(found)) if isinstance(found, list) else found
+
+
+def load(training, state_dict):
+    release(training)
+    if not training.options.distributed:
+        training.optimizer.load_state_dict(state_dict)
+
+
+def back_in_time(training):
+    kept = loadable(training)
+    steps(training, 2)
+    load(training, kept)
+    return bits(training)
+
+
+def a_file_of_the_layer_wise_optimizers_own(training):
+    if training.options.optimizer != "dist_muon":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/states.pt"
+        release(training)
+        training.optimizer.save_state_dict_to_file(file)
+        steps(training, 2)
+        release(training)
+        training.optimizer.load_state_dict_from_file(file)
+        assert not training.offloads_all or training.live_state_bytes() == 0
+        found = torch.load(file)
+    assert len(list(tensors(found))) > 30
+    return found
+
+
 ACCESSES = {
     "average_of_the_weights": average,
     "sum_of_masters": lambda t: [master.double().sum() for master in masters(t)],
@@ -76,7 +175,14 @@ ACCESSES = {
     "moments_to_the_cpu_and_back": to_the_cpu_and_back,
     "masters_with_other_memory": other_memory,
     "masters_scaled": lambda t: [master.mul_(1.5).sum() for master in masters(t)[::2]],
+    "written_after_reload_states": scaled_after_reload_states,
+    "weights_loaded": weights_loaded,
+    "moved_by_mcores_offload_to_cpu": moved_by_mcores_offload_to_cpu,
+    "state_dict_that_is_kept": state_dict_that_is_kept,
+    "state_dict_of_before": back_in_time,
+    "a_file_of_the_layer_wise_optimizers_own": a_file_of_the_layer_wise_optimizers_own,
     "states_cleared": lambda t: inner(t).state.clear(),
+    "state_dict_from_before_the_first_step": lambda t: load(t, t.first),
 }
 CASES = {
     "whole": (WHOLE, {}),
@@ -86,12 +192,14 @@ CASES = {
     "not_distributed": (PACKED, OPTIMIZERS["adam"]),
     "muon": (PACKED, OPTIMIZERS["muon"]),
     "layer_wise_muon": (PACKED, OPTIMIZERS["dist_muon"]),
+    "half_of_muon": (dataclasses.replace(WHOLE, fraction=0.5), OPTIMIZERS["muon"]),
 }
 
 
-@pytest.mark.parametrize("case", in_lanes(CASES, ("packed",)))
-def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case):
+@pytest.mark.parametrize("case", in_lanes(CASES, ("packed", "layer_wise_muon")))
+def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case, capsys):
     def accessed(run):
+        run.first = loadable(run)
         seen = [steps(run)]
         for number, (name, access) in enumerate(ACCESSES.items()):
             seen += steps(run)
@@ -105,6 +213,9 @@ def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case
 
     config, options = CASES[case]
     both(accessed, config, **options)
+    said = [line for line in capsys.readouterr().out.splitlines() if "came back" in line]
+    places = [re.search(r"\S+\.py:\d+", line)[0] for line in said]
+    assert len(set(places)) == len(places) and any("test_touches.py:" in place for place in places), "each line once"
 
 
 def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatch):
@@ -144,81 +255,6 @@ def test_hooks_inside_of_a_pass_find_masters_and_the_pass_goes_on():
         return seen
 
     both(hooked)
-
-
-def test_what_was_touched_is_said_once_with_its_line_and_counted(capsys):
-    with training(True, WHOLE) as run:
-        for _ in range(4):
-            steps(run)
-            masters(run)[0].sum()
-    lines = [line for line in capsys.readouterr().out.splitlines() if "came back" in line]
-    assert len(lines) == 1 and "test_touches.py:" in lines[0] and "GiB" in lines[0]
-
-
-# By reload_states, and by upstream's own readers and writers.
-
-KINDS, FAST = {"distributed": {}, **OPTIMIZERS}, ("distributed", "dist_muon")
-
-
-def states_to_save(run):
-    leaf = run.optimizer.chained_optimizers[0]
-    return leaf.get_parameter_state_dp_zero() if run.options.distributed else copy.deepcopy(run.optimizer.state_dict())
-
-
-@pytest.mark.parametrize("name", in_lanes(KINDS, FAST))
-@pytest.mark.parametrize("config", [pytest.param(WHOLE, marks=pytest.mark.slow), PACKED], ids=["whole", "packed"])
-def test_what_is_written_after_reload_states_is_kept_saved_and_trained_on(name, config):
-    # Slabs are on their way to the host then, with the bytes of before.
-    def written(run):
-        seen = steps(run, 3)
-        for kind, factor in (("masters", 1.25), ("moments", 0.5)):
-            bridge_fgo.reload_states()
-            for _, tensor in run.state_tensors()[kind]:
-                tensor.data.mul_(factor)
-            seen += [states_to_save(run), steps(run, 2)]
-        return seen
-
-    both(written, config, **KINDS[name])
-
-
-@pytest.mark.parametrize("options", [*KINDS.values(), OPTIMIZERS["adam"] | {"precision": "fp16"}], ids=str)
-def test_weights_that_are_loaded_while_offloaded_stay(options):
-    # Without the gate the write goes into freed storage, and the next reload brings stale bytes.
-    def are_loaded(run):
-        return all(bool((master == 0.5).all()) for _, master in run.state_tensors()["masters"])
-
-    with training(True, **options) as run:
-        steps(run)
-        release(run)
-        with torch.no_grad():
-            for parameter in run.model[0].parameters():
-                parameter.fill_(0.5)
-        run.optimizer.reload_model_params()
-        assert run.live_state_bytes() == 0, "masters that were away are written part by part, and leave again"
-        bridge_fgo.reload_states()
-        assert are_loaded(run)
-        release(run)
-        run.optimizer.chained_optimizers[0].state_dict()
-        bridge_fgo.reload_states()
-        assert are_loaded(run)
-
-
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
-def test_states_that_mcores_own_offload_to_cpu_has_moved_are_trained_on(monkeypatch, name):
-    def moved(run):
-        seen = steps(run, 2)
-        if run.options.offload:
-            bridge_fgo.reload_states()
-            before = dict(run.state_tensors()["moments"])
-            with monkeypatch.context() as patch:  # it rebinds every parameter and state to a copy
-                patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-                patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-                run.optimizer.offload_to_cpu()
-            assert all(tensor is not before[name] for name, tensor in run.state_tensors()["moments"])
-            run.optimizer.restore_from_cpu()
-        return seen, steps(run, 2)
-
-    both(moved, **OPTIMIZERS[name])
 
 
 def note_largest_logits(run):
@@ -268,93 +304,6 @@ def test_mcores_qk_clip_scales_weights_and_masters_that_are_away(monkeypatch, na
 
     trouble = {"rerun_steps": frozenset({2}), "grad_norm_skip_steps": frozenset({4})}
     both(clipped, config, **OPTIMIZERS[name], **trouble)
-
-
-# State dictionaries.
-
-
-def loadable(state_dict):
-    again = copy.deepcopy(state_dict)
-    return dict(enumerate(again)) if isinstance(again, list) else again
-
-
-def tensors(value):
-    """Yield every tensor in a nested state dictionary."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
-
-
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
-def test_a_state_dictionary_shares_no_memory_with_states_and_equals_a_resident_runs(name):
-    def taken(run):
-        steps(run, 2)
-        release(run)
-        found = run.optimizer.state_dict()
-        kept = copy.deepcopy(found)
-        assert len(list(tensors(found))) > 30
-        slabs = session_of(run).engine.slabs if run.options.offload else []
-        spans = [(s.host.address, s.host.address + s.nbytes) for s in slabs]
-        mine = {s.gpu.untyped_storage()._cdata for s in slabs}
-        for tensor in tensors(found):
-            assert tensor.untyped_storage()._cdata not in mine
-            assert not any(start <= tensor.data_ptr() < end for start, end in spans)
-        steps(run)
-        assert not run.options.offload or exact(found) == exact(kept), "of a resident run it is the states themselves"
-        return kept
-
-    both(taken, **OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize(
-    ("fraction", "name"),
-    in_lanes([(f, name) for f in (1, 0.5) for name in OPTIMIZERS], [(1, "dist_muon"), (0.5, "muon")]),
-)
-def test_torchs_state_dictionary_is_loaded_where_states_are_and_trained_on_from_there(name, fraction):
-    def back_in_time(run):
-        steps(run, 2)
-        kept = loadable(run.optimizer.state_dict())
-        steps(run, 2)
-        if run.offloads_all:
-            release(run)
-        run.optimizer.load_state_dict(kept)
-        return bits(run), steps(run, 2)
-
-    config = PACKED if fraction == 1 else bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, fraction=fraction)
-    both(back_in_time, config, **OPTIMIZERS[name])
-
-
-@pytest.mark.parametrize("steps_before_the_load", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("name", in_lanes(OPTIMIZERS, FAST))
-def test_a_state_dictionary_from_before_the_first_step_starts_the_states_anew(name, steps_before_the_load):
-    def anew(run):
-        kept = loadable(run.optimizer.state_dict())
-        steps(run, steps_before_the_load)
-        if steps_before_the_load:
-            release(run)
-        run.optimizer.load_state_dict(kept)
-        return steps(run, 2)
-
-    both(anew, **OPTIMIZERS[name])
-
-
-def test_the_layer_wise_optimizers_own_file_is_written_and_loaded_while_states_are_away(tmp_path):
-    def written(run):
-        file = str(tmp_path / f"{run.options.offload}.pt")
-        steps(run, 2)
-        release(run)
-        run.optimizer.save_state_dict_to_file(file)
-        steps(run, 2)
-        release(run)
-        run.optimizer.load_state_dict_from_file(file)
-        assert not run.options.offload or run.live_state_bytes() == 0
-        found = torch.load(file)
-        assert len(list(tensors(found))) > 30
-        return found
-
-    both(written, **OPTIMIZERS["dist_muon"])
 
 
 def test_whoever_asks_megatron_fsdps_model_for_its_state_dictionary_between_steps_finds_the_masters():

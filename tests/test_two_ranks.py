@@ -1,13 +1,15 @@
 """Ranks of a training, each a process: what they train, save and load is bitwise what resident ones do."""
 
+from functools import partial
+
 import children
 import gated_delta_net
 import pytest
 import rank_child
 import torch
+from both import CONFIGURED
 from saving import assert_same_shards, newest
 from storage_meter import SMALL
-from test_checkpoints import assert_split
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
@@ -129,11 +131,47 @@ def test_two_ranks_load_with_two_parts_each_and_go_on_as_resident_ones(tmp_path,
         assert 0 < offloaded["peak"] <= offloaded["allowed"] < offloaded["state_bytes"] / 3 < resident["peak"] / 3
 
 
-def test_two_ranks_save_a_gated_delta_net_split_in_resident_bytes_and_load_it_as_resident_ones(tmp_path):
-    changes = FSDP | {"swiglu": True}
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim"])
+def test_two_ranks_save_a_gated_delta_net_split_in_resident_bytes_and_load_it_as_resident_ones(tmp_path, strategy):
+    changes = {"fsdp": strategy, "swiglu": True}
     first, _ = run_both(tmp_path / "first", changes, steps=3, target=gated_delta_net.train)
     loads = [folder / "trained" for folder in first]
     again, _ = run_both(tmp_path / "again", changes, loads, target=gated_delta_net.train)
     for resident, offloaded in (first, again):
         assert_same_shards(offloaded / "trained", resident / "trained")
-        assert_split(newest(offloaded / "trained"))
+        gated_delta_net.assert_split(newest(offloaded / "trained"))
+
+
+# Gradients that come and go.
+
+BUCKETS = {"overlap_grad_reduce": True, "bucket_size": 20_000, "microbatches": 4}
+RANKS = {
+    "dp": ({}, {}),
+    "dp_gathered_in_forward": ({"overlap_param_gather": True}, {}),
+    "dp_adam_not_distributed": ({"distributed": False}, {}),
+    "dp_fp32_local_accumulation": ({}, CONFIGURED["fp32_local_accumulation"]),
+    "dp_recomputed": ({}, CONFIGURED["full_recompute"]),
+    "dp_experts": ({"experts": True}, {}),
+    "dp_two_instances": ({"instances": 2}, {}),
+    "tp": ({"tp": 2}, {}),
+    "pp": ({"pp": 2, "layers": 8}, {}),
+    "pp_tied_embeddings": ({"pp": 2, "layers": 8}, CONFIGURED["tied_embeddings"]),
+    "pp_recomputed": ({"pp": 2, "layers": 8}, CONFIGURED["full_recompute"]),
+}
+
+
+@pytest.mark.parametrize("gradients", ["lazy", True])
+@pytest.mark.parametrize("kind", RANKS)
+def test_two_ranks_whose_gradients_come_and_go_train_as_resident_ones(tmp_path, kind, gradients):
+    changes, configured = RANKS[kind]
+    target = partial(rank_child.train_with_gradients, gradients=gradients, configured=configured)
+    _, (_, offloaded) = run_both(tmp_path, BUCKETS | changes, steps=3, target=target)
+    moved = [rank["gradients"] for rank in offloaded]
+    if gradients == "lazy":
+        assert not any(rank["out"] for rank in moved)
+    elif "pp" in changes:
+        # A later stage has one bucket of all, and one of embeddings that are tied to those of the first.
+        assert moved[0]["out"] > 0 and (moved[1]["out"] > 0) is (configured is CONFIGURED["tied_embeddings"])
+    else:
+        passes = 3 * (4 // (1 if "tp" in changes else 2) - 1)
+        assert all(rank["out"] == passes * rank["moving"] > 0 for rank in moved)

@@ -268,15 +268,6 @@ def test_a_value_that_is_no_bool_stays_what_it_is_and_is_refused_by_name(config_
         cfg.validate()
 
 
-def test_both_spellings_of_generation_2_count():
-    chunked = SimpleNamespace(offload_optimizer_states=False, chunked_optimizer_state_offload=True)
-    assert compat.flag_is_set(chunked)
-    chunked.optimizer_state_offload_fraction = 0.0
-    assert not compat.flag_is_set(chunked)
-    assert compat.flag_is_set(SimpleNamespace(offload_optimizer_states=True))
-    assert not compat.flag_is_set(SimpleNamespace())
-
-
 # Settings.
 
 GIVEN = {

@@ -125,19 +125,3 @@ def test_a_storage_that_somebody_shares_stays_and_a_view_of_a_larger_one_cannot_
     engine = NativeEngine([BufferSource(torch.optim.AdamW([buffer]), buffer)], CONFIG, PeakMeter())
     with pytest.raises(RuntimeError, match="only a whole storage can be emptied in place"):
         engine.begin_pass()
-
-
-def test_an_engine_without_sources_is_legal():
-    engine = NativeEngine([], CONFIG, PeakMeter())
-    with engine.training_step(kind=1):
-        engine.begin_pass()
-        engine.release()
-        engine.point(Mark(0, 0, 0))
-        engine.reload()
-        engine.updating()
-    engine.settle()
-    engine.end_step(updated=True)
-    engine.offload_now()
-    engine.require_writable()
-    assert (engine.state_bytes, engine.pinned_bytes, engine.has_states(), engine.is_lost) == (0, 0, False, False)
-    engine.close()

@@ -95,19 +95,6 @@ def test_any_bits_that_are_no_nans_come_back_from_less_than_all_of_them_whatever
     assert encoded and torch.equal(back, words)
 
 
-def test_a_sixth_less_is_copied():
-    training, _ = updated()
-    for _ in range(3):
-        training.engine.reload()
-        before = training.engine.traffic.out
-        training.update()
-        assert (
-            0.83 < (training.engine.traffic.out - before) / (12 * sum(SIZES)) < 0.86
-        )  # 10 + 1/8 bytes of 12, and gaps
-        training.away()
-    training.check()
-
-
 @pytest.mark.parametrize(
     ("asked", "packs", "encoded"), [(True, False, True), (None, False, False), (False, True, False)]
 )
@@ -365,17 +352,6 @@ def test_masters_stay_whole_where_weights_had_no_memory_when_packed_ones_would_h
     assert not is_encoded(training)
     assert len(training.said) == 1
     training.check()
-
-
-def test_masters_whose_decoding_was_interrupted_are_not_saved(monkeypatch):
-    # Ctrl-C in a reader, then a checkpoint: the host has the copied form only, which would be taken for masters.
-    training = make()
-    training.engine.offload_now()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Slab, "drop_staging", fails(KeyboardInterrupt))
-        training.engine.require_readable()
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt came"):
-        training.saved(*training.sources)
 
 
 def test_masters_that_came_for_an_update_which_never_began_are_saved_as_they_are(monkeypatch):

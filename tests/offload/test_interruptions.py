@@ -57,6 +57,8 @@ def interrupted(seed, after=0):
     settings = {"optimizers": choose([1, 2]), "master_remainders": choose([True, False])}
     training = Training(choose([0, WHOLE // 10, WHOLE // 4, WHOLE]), choose([0, WHOLE // 2]), **settings)
     training.steps(4)
+    if choose([True, False]):
+        training.engine.use_worker_memory()
     readers = [partial(training.engine.require_readable, source) for source in training.sources]
     act = choose([training.run_pass, training.schedule.release_everything, lambda: save(training), *readers])
     with Interruption(after) as interruption:

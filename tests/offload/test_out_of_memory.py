@@ -1,5 +1,7 @@
 """Copies back for which there is no GPU memory: what could wait does, and what the update needs is asked for twice."""
 
+from unittest import mock
+
 import pytest
 import torch
 from fake_training import WHOLE, seen_at_changes, trained
@@ -60,6 +62,14 @@ def test_a_step_whose_early_fetch_finds_no_memory_goes_on_without_and_the_next_t
     run_out(lambda slab: False)
     training.step()
     assert training.held[-1] > 0 and training.engine.failed_fetches == 2
+
+
+def test_another_error_than_a_lack_of_memory_comes_out_ahead_of_time_too(monkeypatch, training):
+    refused = mock.Mock(side_effect=RuntimeError("refused"))
+    monkeypatch.setattr(training.schedule.transfers, "copy_in", refused)
+    with pytest.raises(RuntimeError, match="refused"):
+        training.run_pass()
+    assert refused.call_count == 1 and not training.schedule.recorder.in_step
 
 
 def test_what_comes_at_the_end_of_the_pass_and_in_the_step_may_come_later(run_out, training):

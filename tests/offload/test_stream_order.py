@@ -181,7 +181,11 @@ def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for
         send_off(of, slabs, keep_masters, yields)
 
     monkeypatch.setattr(schedule.Schedule, "_send_off", through)
-    monkeypatch.setattr(transfers_module, "ranks_of_this_node", lambda: 2)
+    for ranks in (1, 2):
+        monkeypatch.setattr(transfers_module, "ranks_of_this_node", lambda ranks=ranks: ranks)
+        with (transfers := CudaTransfers(torch.device("cpu"), PIECE_BYTES)).yielding():
+            assert transfers._yields is (ranks > 1)
+        assert not transfers._yields
     for seed in range(4):
         train(order, seed)
     assert sum(yielding) > 20

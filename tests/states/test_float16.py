@@ -6,6 +6,7 @@ import torch
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.offload.profile import Mark
 from bridge_fgo.states.float16 import Float16Source
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -69,7 +70,8 @@ def test_updates_keep_their_order_only_where_ranks_may_wait_for_each_other():
     assert not Float16Source(made([torch.randn(4).bfloat16()])).keeps_order
 
 
-def test_a_rank_with_nothing_to_update_has_a_device_and_an_engine():
+@pytest.mark.parametrize("is_stub", [False, True])
+def test_a_rank_with_nothing_to_update_has_a_device_and_an_engine(is_stub):
     optimizer = made([torch.randn(4).bfloat16()])
     # As mcore's LayerWiseDistributedOptimizer leaves it where all parameters fall to other ranks.
     for groups in (optimizer.optimizer.param_groups[0]["params"], optimizer.float16_groups[0]):
@@ -77,14 +79,20 @@ def test_a_rank_with_nothing_to_update_has_a_device_and_an_engine():
     optimizer.fp32_from_float16_groups[0].clear()
     source = Float16Source(optimizer)
     assert source.device == torch.device("cpu")
-    engine = NativeEngine([source], OffloadConfig(engine="native"), PeakMeter())
+    engine = NativeEngine([] if is_stub else [source], OffloadConfig(engine="native"), PeakMeter())
     assert (engine.state_bytes, engine.slabs) == (0, [])
     with engine.training_step(1):
         engine.begin_pass()
         engine.release()
+        engine.point(Mark(0, 0, 0))
         engine.reload()
         engine.updating()
-        with engine.stepping(source):
-            pass
+        for each in engine.sources:
+            with engine.stepping(each):
+                pass
         engine.settle()
+    engine.end_step(updated=True)
+    engine.offload_now()
+    engine.require_writable()
+    assert (engine.pinned_bytes, engine.has_states(), engine.is_lost) == (0, False, False)
     engine.close()
