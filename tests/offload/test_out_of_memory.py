@@ -66,8 +66,8 @@ def test_a_step_whose_early_fetch_finds_no_memory_goes_on_without_and_the_next_t
 
 def test_another_error_than_a_lack_of_memory_comes_out_ahead_of_time_too(monkeypatch, training):
     refused = mock.Mock(side_effect=RuntimeError("refused"))
-    monkeypatch.setattr(training.schedule.transfers, "copy_in", refused)
-    with pytest.raises(RuntimeError, match="refused"):
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="refused"):
+        patch.setattr(training.schedule.transfers, "copy_in", refused)
         training.run_pass()
     assert refused.call_count == 1 and not training.schedule.recorder.in_step
 

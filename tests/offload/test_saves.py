@@ -236,36 +236,27 @@ def test_a_lent_state_is_the_whole_of_a_shared_storage_and_a_copy_of_it_is_ordin
         assert torch.equal(pickle.loads(ForkingPickler.dumps(other)), state.to(other.dtype))
 
 
-def test_steps_write_no_byte_of_what_a_writer_reads_and_its_buffers_are_used_again_when_it_is_done():
-    training = lending()
-    handed = save(training)
-    expected, lenders = clones(handed), [slab for slab in training.slabs() if slab.is_lent]
-    read = [slab.host for slab in lenders]
-    for _ in range(3):
-        one_step(training)
-    assert are_equal(handed, expected)
-    assert lenders and not any(slab.host in read for slab in lenders)
-    del handed
-    later = save(training)
-    expected = clones(later)
-    one_step(training)
-    assert [slab.host for slab in lenders] == read
-    assert are_equal(later, expected)
-
-
-def test_a_save_while_the_writer_before_is_busy_gets_copies_and_without_a_step_between_the_same_buffers():
+def test_steps_write_no_byte_that_a_writer_reads_and_saves_get_copies_until_it_is_done_and_then_its_buffers():
     training = lending()
     first = save(training)
-    of_first = clones(first)
-    assert [t.data_ptr() for t in save(training)] == [t.data_ptr() for t in first]
-    one_step(training)
+    of_first, lenders = clones(first), [slab for slab in training.slabs() if slab.is_lent]
+    read = [slab.host for slab in lenders]
+    assert [t.data_ptr() for t in save(training)] == [t.data_ptr() for t in first], "no step was between"
+    for _ in range(3):
+        one_step(training)
+    assert lenders and not any(slab.host in read for slab in lenders)
     second = save(training)
     of_second = clones(second)
     assert not are_lent(training, second)
     one_step(training)
     assert are_equal(first, of_first) and are_equal(second, of_second)
     del first
-    assert are_lent(training, save(training))
+    third = save(training)
+    of_third = clones(third)
+    assert are_lent(training, third)
+    one_step(training)
+    assert [slab.host for slab in lenders] == read
+    assert are_equal(third, of_third)
 
 
 def test_states_on_the_gpu_are_lent_whole_and_masters_leave_whole_in_the_step_before_a_save():
