@@ -107,7 +107,8 @@ def test_either_flag_counts_and_generation_2s_fraction_of_zero_moves_nothing_and
 
 def test_a_version_is_told_without_its_local_part_and_as_if_set_leaves_the_config_alone(monkeypatch):
     package = SimpleNamespace(__version__="0.19.2+abc")
-    monkeypatch.setitem(sys.modules, "megatron.core.package_info", package)
+    for name, module in (("megatron.core", SimpleNamespace()), ("megatron.core.package_info", package)):
+        monkeypatch.setitem(sys.modules, name, module)
     assert compat.mcore_version() == "0.19.2"
     config = SimpleNamespace()
     asked, like = compat.as_if_set(config)
