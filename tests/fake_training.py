@@ -305,9 +305,9 @@ def most_held_in(training, run):
     held = []
     update = InnerStep.update
 
-    def spy(inner, *owners):
+    def spy(inner, owner):
         held.append(training.schedule.ledger.nbytes)
-        update(inner, *owners)
+        update(inner, owner)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InnerStep, "update", spy)

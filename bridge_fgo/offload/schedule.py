@@ -47,10 +47,6 @@ GROUPS_HELD = 8
 """Groups of more than one part that the optimizer step has room for, at least: the one in hand, those that are copied
 in, and so many that are copied out that the step does not wait for the copy of what was updated just before."""
 
-LANDED_GROUPS = 4
-"""Groups that landed parts are updated in. Each takes the host some time, in which the GPU may run dry; with fewer, the
-first copy out begins later."""
-
 
 class Schedule:
     """The order of all moves on one rank. Without measured peaks everything is released throughout.
@@ -240,7 +236,7 @@ class Schedule:
     def step(
         self,
         parts: list[Part],
-        update: Callable[..., None],
+        update: Callable[[Part], None],
         keep_masters: bool,
         group_bytes: int,
         in_order: bool = False,
@@ -249,16 +245,15 @@ class Schedule:
 
         Parts that are small go in groups: a call of the driver's takes the host twice as long after an update as after
         another such call. A group has `group_bytes` at most (`pipeline_bytes`), where the step has room for
-        `GROUPS_HELD` of them; see `_runs` for larger ones. `update` gets the parts of a group. With `keep_masters`
-        masters stay on the GPU until the next pass; their copy out starts all the same. With `in_order` parts are
-        updated in their order, whatever has landed (`Source.keeps_order`).
+        `GROUPS_HELD` of them. With `keep_masters` masters stay on the GPU until the next pass; their copy out starts
+        all the same. With `in_order` parts are updated in their order, whatever has landed (`Source.keeps_order`).
         """
         queue, limit = self.queue, self.step_limit
         group_bytes = min(group_bytes, (limit - self._bytes_in_any_case) // GROUPS_HELD)
         room_to_make = self._room_to_make()
         limit -= room_to_make
-        for run, nbytes in self._runs(parts, in_order, group_bytes):
-            for group in _groups(run, nbytes):
+        for run in self._runs(parts, in_order):
+            for group in _groups(run, group_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
                 if room_to_make:
                     queue.release_down_to(limit)
@@ -270,27 +265,20 @@ class Schedule:
                 for slab in reversed(slabs):  # the last lands last: for those before it nothing need wait
                     slab.require_writable()
                     queue.mark_here(slab)
-                update(*group)
+                for part in group:
+                    update(part)
                 if not group[0].stays:
                     self._send_off(slabs, keep_masters, yields=self.is_planned and queue.is_through)
 
-    def _runs(self, parts: list[Part], in_order: bool, group_bytes: int) -> list[tuple[list[Part], int]]:
-        """Return the parts as they are updated, those that stay apart from those that move, and the bytes of a group.
-
-        Where all slabs are on their way in, nothing waits for room, so those that have landed go in large groups.
-        """
+    def _runs(self, parts: list[Part], in_order: bool) -> list[list[Part]]:
+        """Return the parts as they are updated, those that stay apart from those that move."""
         if in_order:
-            return [(list(run), group_bytes) for _, run in groupby(parts, key=attrgetter("stays"))]
+            return [list(run) for _, run in groupby(parts, key=attrgetter("stays"))]
         # Parts that have landed are updated first, so that their copies out begin. Parts that stay need no copy: they
         # are updated while the others come.
-        moving, staying = ([part for part in parts if part.stays is stays] for stays in (False, True))
+        moving = [part for part in parts if not part.stays]
         landed = list(takewhile(self._has_landed, moving))
-        of_landed, of_staying = (sum(part.transit_bytes for part in run) for run in (landed, staying))
-        if self._warm and self.queue.is_through:
-            of_landed = max(group_bytes, -(-of_landed // LANDED_GROUPS))
-        else:
-            of_landed = group_bytes
-        return [(landed, of_landed), (staying, of_staying), (moving[len(landed) :], group_bytes)]
+        return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
 
     def _has_landed(self, part: Part) -> bool:
         if any(slab.state is SlabState.RELEASED for slab in part.slabs):

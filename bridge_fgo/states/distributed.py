@@ -69,17 +69,13 @@ class McoreSource(MasterCopy, Source):
             yield
 
     @override
-    def step(self, *parts: Part | None) -> None:
-        # One launch for several parts takes the host less time; but temporaries of several take more memory.
-        for together in (parts,) if self.updates_in_place else ((part,) for part in parts):
-            self._inner_step.update(*together)
-            rounded = [part for part in together if part is not None and part.written_back and self._copies_parts]
-            if rounded:
-                # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
-                # masters may leave at once.
-                self.copy_part(frozenset().union(*(part.ids for part in rounded)))
-            for part in rounded:
-                part.mark_just_rounded()
+    def step(self, part: Part | None) -> None:
+        self._inner_step.update(part)
+        if part is not None and part.written_back and self._copies_parts:
+            # Part by part the copy to the model's weights hides behind the copies of the parts that follow, and the
+            # masters may leave at once.
+            self.copy_part(part.ids)
+            part.mark_just_rounded()
 
     def upstream_offloader(self) -> Any:
         """Return the offloader that mcore has built into the optimizer, or None."""

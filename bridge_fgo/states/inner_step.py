@@ -149,7 +149,7 @@ class InnerStep:
 
     @contextmanager
     def replaced(self, step: Callable[[], None], owners: Mapping[int, Any]) -> Iterator[None]:
-        """Context in which `adam.step()` calls `step`, which calls `update` with each owner once.
+        """Context in which `adam.step()` calls `step`, which calls `update` once for each owner.
 
         `owners` says whose a parameter is, by its `id`; parameters that are not in it are None's.
         """
@@ -185,13 +185,10 @@ class InnerStep:
             for owner, params in of_group.items() or [(None, [])]:
                 self._shares.setdefault(owner, []).append((group, params, group.get("step", ABSENT)))
 
-    def update(self, *owners: Any) -> None:
-        """Step the parameters of some owners in one go."""
-        # A param group of several owners is one share.
-        of_groups: dict[int, tuple[dict[str, Any], list[Any], Any]] = {}
-        for group, params, count in (share for owner in owners for share in self._shares.get(owner, ())):
-            of_groups.setdefault(id(group), (group, [], count))[1].extend(params)
-        if not (shares := list(of_groups.values())):
+    def update(self, owner: Any) -> None:
+        """Step the parameters of one owner."""
+        shares = self._shares.get(owner)
+        if not shares:
             return
         groups = self._adam.param_groups
         whole = [group["params"] for group, _, _ in shares]

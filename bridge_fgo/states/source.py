@@ -57,14 +57,14 @@ class Source(ABC):
 
     @abstractmethod
     def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> AbstractContextManager[None]:
-        """Context in which the optimizer's step calls `run` instead, which calls `step` with each part and with None.
+        """Context in which the optimizer's step calls `run` instead, which calls `step` for each part and with None.
 
         `owners` has the part of each parameter, by `id`; parameters that are not in it belong to None.
         """
 
     @abstractmethod
-    def step(self, *parts: Part | None) -> None:
-        """Update parts, whose states are on the GPU, and copy them to the model's weights where that is done by part.
+    def step(self, part: Part | None) -> None:
+        """Update a part, whose states are on the GPU, and copy it to the model's weights where that is done by part.
 
         None updates the parameters that belong to no part.
         """

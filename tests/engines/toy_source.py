@@ -35,5 +35,5 @@ class TorchSource(Source):
     def stepping(self, run, owners):
         return self._stepping(run, owners)
 
-    def step(self, *parts):
-        self._update(*parts)
+    def step(self, part):
+        self._update(part)

@@ -26,10 +26,10 @@ def test_a_peak_in_an_update_counts_however_little_the_next_one_needs(training):
     inner = training.sources[0]._inner_step
     update, updates = inner.update, []
 
-    def first_is_large(*owners):
-        update(*owners)
-        if owners != (None,) and not updates:
-            updates.append(owners)
+    def first_is_large(owner):
+        update(owner)
+        if owner is not None and not updates:
+            updates.append(owner)
             spike(training)
 
     inner.update = first_is_large

@@ -81,7 +81,6 @@ def test_masters_that_leave_again_keep_the_memory_that_they_came_in(monkeypatch,
 def test_masters_whose_making_failed_are_lost_if_interrupted_or_made_with_others(monkeypatch, error, together):
     # The launch for several zeroes the weights' sums, with which the masters would be checked.
     training = trained(**TOGETHER if together else {"layer": WHOLE // 2})
-    monkeypatch.setattr(schedule, "LANDED_GROUPS", len(training.parts()))
     real = Remainders.decode
 
     def fails(family, moves):
@@ -153,21 +152,8 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     monkeypatch.setattr(training.schedule.transfers, "has_landed", lambda slab: slab in landed)
     order = []
     training.run_pass()
-    training.schedule.step(parts, lambda *group: order.extend(group), keep_masters=True, group_bytes=0)
+    training.schedule.step(parts, order.append, keep_masters=True, group_bytes=0)
     assert order == [moving[0], *staying, *moving[1:]]
-
-
-@pytest.mark.parametrize("some_come", [True, False])
-def test_parts_that_have_landed_are_updated_in_few_groups_once_all_are_on_their_way(monkeypatch, some_come):
-    training = trained(sizes=MANY_SIZES, layer=4 * WHOLE)
-    parts, groups = training.parts(), []
-    training.run_pass()
-    assert training.schedule.queue.is_through
-    last = set(parts[-1].slabs) if some_come else set()
-    monkeypatch.setattr(training.schedule.transfers, "has_landed", lambda slab: slab not in last)
-    training.schedule.step(parts, lambda *group: groups.append(group), keep_masters=True, group_bytes=0)
-    assert [part for group in groups for part in group] == parts
-    assert len(groups) - some_come <= schedule.LANDED_GROUPS + 1 < len(parts) // 2  # each may have a little less room
 
 
 def test_what_a_reader_brings_back_or_is_written_in_the_pass_leaves_again_and_a_late_point_moves_nothing():

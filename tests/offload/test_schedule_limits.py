@@ -106,12 +106,7 @@ def test_what_goes_together_leaves_room_for_what_is_held(monkeypatch, held):
     else:
         training = trained(step=3 * whole, quantized=True, **how)
     groups, asked = schedule._groups, []
-
-    def asks(run, together):
-        asked.extend([together] if any(not part.stays for part in run) else [])
-        return groups(run, together)
-
-    monkeypatch.setattr(schedule, "_groups", asks)
+    monkeypatch.setattr(schedule, "_groups", lambda run, together: asked.append(together) or groups(run, together))
     assert most_held_in(training, training.step) <= training.schedule.step_limit
     nbytes = training.staying + training.schedule.holding.held_through_step
     assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // schedule.GROUPS_HELD

@@ -107,14 +107,14 @@ class RandomTraining(Training):
 
 @pytest.fixture
 def updates_are_seen(order, monkeypatch):
-    """An update writes the slabs of its parts."""
+    """An update writes the slabs of its part."""
     update = InnerStep.update
 
-    def writes(inner, *owners):
-        for slab in (slab for owner in owners if owner is not None for slab in owner.slabs):
+    def writes(inner, owner):
+        for slab in () if owner is None else owner.slabs:
             if slab.gpu is not None:
                 order.write(("whole", slab))
-        update(inner, *owners)
+        update(inner, owner)
 
     monkeypatch.setattr(InnerStep, "update", writes)
 

@@ -1,7 +1,6 @@
 """Stepping an Adam in parts: bits, group counters, and what forbids it."""
 
 import functools
-import itertools
 from functools import partial
 from types import MethodType
 
@@ -36,17 +35,14 @@ def give_grads(params, seed):
         param.grad = torch.randn(param.shape, generator=generator)
 
 
-def in_parts(adam, params, parts, together=1):
-    """Step as DistributedOptimizer does, by `adam.step()`, in the given parts (positions), so many in one go.
-
-    The rest is None's.
-    """
+def in_parts(adam, params, parts):
+    """Step as DistributedOptimizer does, by `adam.step()`, in the given parts (positions); the rest is None's."""
     inner = InnerStep(adam)
     owners = {id(params[i]): number for number, part in enumerate(parts) for i in part}
 
     def step():
-        for group in itertools.batched((*range(len(parts)), None), together):
-            inner.update(*group)
+        for owner in (*range(len(parts)), None):
+            inner.update(owner)
 
     with inner.replaced(step, owners):
         adam.step()
@@ -54,15 +50,14 @@ def in_parts(adam, params, parts, together=1):
 
 @pytest.mark.parametrize("cls", [SkipsEmptyGroups, FusedAdam, torch.optim.AdamW])
 @pytest.mark.parametrize("parts", [[[0], [1], [2], [3], [4]], [[0, 3], [1, 2, 4]], [[2, 4]], []])
-@pytest.mark.parametrize("together", [1, 3])
-def test_parts_have_the_bits_of_the_whole(cls, parts, together):
+def test_parts_have_the_bits_of_the_whole(cls, parts):
     whole_params, whole = make(cls)
     params, adam = make(cls)
     for seed in range(4):
         give_grads(whole_params, seed)
         whole.step()
         give_grads(params, seed)
-        in_parts(adam, params, parts, together)
+        in_parts(adam, params, parts)
     assert all(torch.equal(a, b) for a, b in zip(whole_params, params, strict=True))
     assert [g.get("step") for g in adam.param_groups] == [g.get("step") for g in whole.param_groups]
     assert [len(g["params"]) for g in adam.param_groups] == [3, 0, 2]
