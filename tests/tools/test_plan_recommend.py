@@ -75,6 +75,7 @@ def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():
 
 
 FIVE = "--layers 5 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --gbs 6 --recompute attention --vocab 8192"
+WORDS = "--layers 5 --hidden 2048 --ffn 8192 --heads 16 --seq 4096"  # of 32,000
 WIDE = "--layers 4 --hidden 3072 --ffn 12288 --heads 24 --groups 8 --seq 4096 --mbs 4 --gbs 16 --vocab 8192"
 # Two jobs on one H200, with what attention they had, modules whose activations were offloaded, and of four ways to run
 # them seconds of a step and GB at the peak: resident, with the states offloaded, with activations, with both.
@@ -83,6 +84,12 @@ MEASURED = {
     WIDE: (
         "fused", ["core_attn", "attn_proj", "qkv_linear"],
         (0.4064, 23.28), (0.4757, 16.03), (0.4169, 21.57), (0.5116, 14.32),
+    ),
+    f"{WORDS} --mbs 6 --gbs 12": (
+        "unfused", ["qkv_linear"], (0.3933, 43.27), (0.4130, 37.92), (0.3949, 42.56), (0.4248, 37.21),
+    ),
+    f"{WORDS} --mbs 12 --gbs 24": (
+        "unfused", ["qkv_linear"], (0.7772, 78.39), (0.7884, 73.04), (0.7753, 76.98), (0.7916, 71.63),
     ),
 }  # fmt: skip
 
