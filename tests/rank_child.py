@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import importlib
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge import framework_names  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
-from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
 PACKED = dataclasses.replace(CONFIG, master_remainders=True)
@@ -55,6 +55,9 @@ class Job:
 
 class Rank(CpuTraining):
     """A CPU training as one of several ranks; each data-parallel one has data of its own."""
+
+    first: list[torch.Tensor]
+    """Copies of the first weights."""
 
     def __init__(self, options: CpuOptions, rank: int, job: Job, store: str = "store") -> None:
         self.rank, self.job, self._store = rank, job, store
@@ -150,145 +153,93 @@ def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured:
 # Ranks that sleep.
 
 
-@contextlib.contextmanager
-def sleeping(
-    rank: int, job: Job, changes: dict | None = None, config: bridge_fgo.OffloadConfig | None = None
-) -> Iterator[tuple[Rank, bridge_fgo.Residency | None]]:
-    """A rank of a training with such options, and what it sleeps by where `job.offload` says so."""
-    with Rank(CpuOptions(**changes or {}), rank, job) as run:
-        yield run, bridge_fgo.Residency(run.model, run.optimizer, config) if job.offload else None
+def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[..., dict[str, Any]]:
+    """Make what a rank does after each step, if `job.offload` says so, a function of `run_ranks`, which returns `seen`.
 
-
-def after_each_step(run: Rank, res: bridge_fgo.Residency | None, seen: dict) -> Iterator[bridge_fgo.Residency]:
-    """Train the steps of a job; yield what it sleeps by, if anything, after each."""
-    for _ in range(run.job.steps):
-        step(run, seen)
-        if res is not None:
-            yield res
-
-
-def train_and_sleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, sleeps after each step; else as `train`.
-
-    changes: options of the training.
+    It takes also the options of the training, and the arguments of each rank's Residency; CONFIG is a default.
     """
-    seen: dict[str, Any] = {"copied": []}
-    with sleeping(rank, job, changes) as (run, made):
-        for res in after_each_step(run, made, seen):
-            for slab in () if "frozen_stage" in changes else res._weights.slabs:
-                assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
-            out = res.offload()
-            alone = res.reload("params")
-            whole = res._weights.slabs[0]._bytes.clone()
-            again = res.offload("params")
-            res.reload()
-            assert (res._weights.slabs[0]._bytes == whole).all()
-            seen["copied"].append([out.copied_by_kind["params"], alone.copied, again.copied])
-        return gathered(run, seen)
+
+    @functools.wraps(act)
+    def run_rank(rank: int, job: Job, changes: dict | None = None, own: Sequence[dict] = ()) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        with Rank(CpuOptions(**changes or {}), rank, job) as run:
+            how = {"config": CONFIG} | (own[rank] if own else {})
+            res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
+            for _ in range(job.steps):
+                step(run, seen)
+                if res is not None:
+                    act(run, res, seen)
+            return gathered(run, seen)
+
+    return run_rank
 
 
-def wake_adapters(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, reloads adapters for which rank 0 alone asks.
-
-    changes: options of the training.
-
-    Returns also what came back on this rank though it had not asked.
-    """
-    seen: dict[str, Any] = {"woke": []}
-    with sleeping(rank, job, changes) as (run, made):
-        for res in after_each_step(run, made, seen):
-            (ddp,) = run.model
-            ddp.start_param_sync(force_sync=True)
-            before = [p.detach().clone() for p in ddp.parameters()]
-            res.offload()
-            woken = res.reload("params", where=lambda _, param: param.requires_grad and rank == 0)
-            for param, was in zip(ddp.parameters(), before, strict=True):
-                assert torch.equal(param.detach(), was) if param.requires_grad else not param.untyped_storage().nbytes()
-            seen["woke"].append(woken.woke)
-            with pytest.raises(ValueError, match="where= holds for no parameter on any rank"):
-                res.reload(where=lambda name, _: name == "none")
-            with res.only("params", where=lambda _, param: not param.requires_grad):
-                here = [bool(param.untyped_storage().nbytes()) for param in ddp.parameters()]
-                assert here == [not param.requires_grad for param in ddp.parameters()]
-            res.reload()
-        return gathered(run, seen)
+@asleep
+def train_and_sleep(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Sleep, and reload parameters alone; note the bytes of weights that were copied."""
+    for slab in () if run.options.frozen_stage is not None else res._weights.slabs:
+        assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
+    out = res.offload()
+    alone = res.reload("params")
+    whole = res._weights.slabs[0]._bytes.clone()
+    again = res.offload("params")
+    res.reload()
+    assert (res._weights.slabs[0]._bytes == whole).all()
+    seen.setdefault("copied", []).append([out.copied_by_kind["params"], alone.copied, again.copied])
 
 
-def sleep_within(rank: int, job: Job, changes: dict, gib: list[float]) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, sleeps with a limit of host memory.
-
-    changes: options of the training. gib: the limit that each rank is given.
-
-    Returns also what stays on the GPU in a sleep, and what has host memory.
-    """
-    seen: dict[str, Any] = {}
-    with Rank(CpuOptions(**changes), rank, job) as run:
-        how = {"host_memory_limit_gib": gib[rank]}
-        made = bridge_fgo.Residency(run.model, run.optimizer, CONFIG, **how) if job.offload else None
-        for res in after_each_step(run, made, seen):
-            res.offload()
-            seen["stays"] = res._unhosted
-            seen["taken"] = res._states.host_bytes + sum(slab.host.tensor.numel() for slab in res._weights.slabs)
-            res.reload("params")
-            res.reload()
-        return gathered(run, seen)
-
-
-def read_asleep(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """As `train_and_sleep`, and reads its weights asleep; returns also the share of all that was read in each sleep."""
-    seen: dict[str, Any] = {"shares": []}
-    with sleeping(rank, job, changes) as (run, made):
-        for res in after_each_step(run, made, seen):
-            res.offload()
-            read = [each._replace(values=each.values.clone()) for each in res.host_params()]
-            res.reload()
-            for _, param, first, values in read:
-                assert torch.equal(param.detach().view(-1)[first : first + values.numel()], values)
-            weights = sum(param.numel() for param in run.model[0].parameters())
-            seen["shares"].append(sum(each.values.numel() for each in read) / weights)
-        return gathered(run, seen)
+@asleep
+def wake_adapters(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Reload adapters for which rank 0 alone asks; note what came back on this rank though it had not asked."""
+    (ddp,) = run.model
+    ddp.start_param_sync(force_sync=True)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    res.offload()
+    woken = res.reload("params", where=lambda _, param: param.requires_grad and run.rank == 0)
+    for param, was in zip(ddp.parameters(), before, strict=True):
+        assert torch.equal(param.detach(), was) if param.requires_grad else not param.untyped_storage().nbytes()
+    seen.setdefault("woke", []).append(woken.woke)
+    with pytest.raises(ValueError, match="where= holds for no parameter on any rank"):
+        res.reload(where=lambda name, _: name == "none")
+    with res.only("params", where=lambda _, param: not param.requires_grad):
+        here = [bool(param.untyped_storage().nbytes()) for param in ddp.parameters()]
+        assert here == [not param.requires_grad for param in ddp.parameters()]
+    res.reload()
 
 
-def sleep_with_errors(rank: int, job: Job, packs: bool) -> dict[str, Any]:
-    """Run as a rank of a training in which rank 1 alone fails to sleep and to wake, and alone packs its masters.
-
-    packs: whether it packs them.
-
-    Returns also the errors that were caught; `job.offload` says whether anything sleeps.
-    """
-    seen: dict[str, Any] = {"errors": []}
-    errors, kinds = seen["errors"], {"params", "grads", "optimizer"}
-    own = dataclasses.replace(CONFIG, master_remainders=packs and rank == 1)
-
-    def fails(act: Callable[[], object], owner: type | None = None, name: str = "") -> None:
-        """Note the error of an act, of which an operation fails on rank 1."""
-        with pytest.MonkeyPatch.context() as patch:
-            if owner is not None and rank == 1:
-                patch.setattr(owner, name, _no_memory)
-            errors.append(_error(act))
-
-    with sleeping(rank, job, config=own) as (run, made):
-        for res in after_each_step(run, made, seen):
-            res._backwards.pending.update([1] if rank == 1 else [])
-            fails(res.offload)
-            assert not res.away
-            res._backwards.used()
-            res.offload("params", "grads")
-            res.offload("optimizer")  # with masters packed the weights have to come and go once more
-            assert res.away == kinds
-            fails(lambda res=res: res.reload("params"), StorageSlab, "fill")
-            assert res.away == kinds
-            res.reload("optimizer")
-            errors.append(sorted(res.away))
-            res.offload()
-            fails(res.reload, type(res._states.engine.schedule.transfers), "copy_in")
-            res.reload()
-            assert not res.away
-        return gathered(run, seen)
+@asleep
+def sleep_within(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Sleep with a limit of host memory; note what stays on the GPU, and what has host memory."""
+    res.offload()
+    seen["stays"] = res._unhosted
+    assert res._states is not None
+    seen["taken"] = res._states.host_bytes + sum(slab.host.tensor.numel() for slab in res._weights.slabs)
+    res.reload("params")
+    res.reload()
 
 
-def _no_memory(*_: object, **__: object) -> int:
-    raise torch.OutOfMemoryError("no memory for it")
+@asleep
+def read_asleep(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Read weights asleep; note the share of all that was read."""
+    res.offload()
+    read = [each._replace(values=each.values.clone()) for each in res.host_params()]
+    res.reload()
+    for _, param, first, values in read:
+        assert torch.equal(param.detach().view(-1)[first : first + values.numel()], values)
+    weights = sum(param.numel() for param in run.model[0].parameters())
+    seen.setdefault("shares", []).append(sum(each.values.numel() for each in read) / weights)
+
+
+@asleep
+def sleep_in_parts(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Sleep weights first, and wake states first; masters that are packed, on any rank, bring weights on all."""
+    res.offload("params", "grads")
+    res.offload("optimizer")  # with masters packed the weights have to come and go once more
+    assert res.away == {"params", "grads", "optimizer"}
+    res.reload("optimizer")
+    seen.setdefault("away", []).append(sorted(res.away))
+    res.offload()
+    res.reload()
 
 
 def _error(act: Callable[[], object], or_none: bool = False) -> str:
@@ -325,12 +276,10 @@ def save_and_load(rank: int, job: Job) -> dict[str, Any]:
 
 
 def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps.
-
-    changes: options of the training.
-    """
+    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps."""
     seen: dict[str, Any] = {}
-    with bridge_fgo.install(CONFIG), sleeping(rank, job, changes) as (run, res):
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**changes), rank, job) as run:
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
         for _ in range(job.steps):
             with contextlib.nullcontext() if res is None else res.training_step(run.options.microbatches):
                 step(run, seen)
@@ -365,31 +314,24 @@ def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:
         return seen
 
 
-def train_and_swap(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """As `train_and_sleep`, and swaps its first weights in after each step; returns also the bytes that crossed.
-
-    Then a block fails, and a wake brings what it has left away.
-    """
-    seen: dict[str, Any] = {"swapped": []}
-    with sleeping(rank, job, changes) as (run, made):
-        first: list[torch.Tensor] = []
-        for res in after_each_step(run, made, seen):
-            ddp = run.model[0]
-            if not first:
-                ddp.start_param_sync(force_sync=True)
-                first = [param.detach().clone() for param in ddp.parameters()]
-                res.keep("first")
-            for away in ((), ("params", "optimizer")):
-                res.offload(away)
-                with res.weights("first") as moved:
-                    assert all(map(torch.equal, ddp.parameters(), first))
-                seen["swapped"].append(moved.copied)
-            res.reload()
-            with contextlib.suppress(ZeroDivisionError), res.weights("first"):
-                _ = 1 / 0
-            res.reload()
-            assert not res.away
-        return gathered(run, seen)
+@asleep
+def train_and_swap(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Swap the first weights in; note the bytes that crossed. Then a block fails, and a wake brings what has left."""
+    ddp = run.model[0]
+    if run.steps == 1:
+        ddp.start_param_sync(force_sync=True)
+        run.first = [param.detach().clone() for param in ddp.parameters()]
+        res.keep("first")
+    for away in ((), ("params", "optimizer")):
+        res.offload(away)
+        with res.weights("first") as moved:
+            assert all(map(torch.equal, ddp.parameters(), run.first))
+        seen.setdefault("swapped", []).append(moved.copied)
+    res.reload()
+    with contextlib.suppress(ZeroDivisionError), res.weights("first"):
+        _ = 1 / 0
+    res.reload()
+    assert not res.away
 
 
 def suspend_nccl(rank: int, job: Job, changes: dict) -> dict[str, Any]:
@@ -403,7 +345,10 @@ def suspend_nccl(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     with bridge_fgo.install(CONFIG), Rank(CpuOptions(**changes), rank, job) as run:
         fakes = fake_nccl.Fakes(setattr)
         made = bridge_fgo.Residency(run.model, run.optimizer, nccl="suspend") if job.offload else None
-        for res in after_each_step(run, made, seen):
+        for _ in range(job.steps):
+            step(run, seen)
+            if (res := made) is None:
+                continue
             run.model[0].start_param_sync(force_sync=True)
             res.keep("now")
             for kinds in ("params", "grads", "optimizer"):
@@ -439,7 +384,7 @@ def suspend_nccl_with_errors(rank: int, job: Job) -> dict[str, Any]:
     Returns the errors of the sleep and of the wake after it, of each.
     """
     seen: dict[str, Any] = {"errors": []}
-    with sleeping(rank, job, config=CONFIG) as (run, _):
+    with Rank(CpuOptions(), rank, job) as run:
         fakes = fake_nccl.Fakes(setattr)
 
         def fail(fake: fake_nccl.FakeNccl) -> None:

@@ -1,6 +1,4 @@
-"""Kernels that sum over GPU memory, and that compare masters with weights: as their formulas have it, and how fast."""
-
-import time
+"""Kernels that sum over GPU memory, and that compare masters with weights: as their formulas have it."""
 
 import pytest
 import torch
@@ -53,22 +51,6 @@ def test_several_tensors_and_what_begins_amid_a_word_are_summed_in_one_call() ->
     base[9] ^= 1
     changed = byte_sums(tensors).tolist()
     assert all(before != after for before, after in zip(sums, changed, strict=True))
-
-
-def test_a_sum_over_4_gib_takes_little_longer_than_reading_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = torch.zeros(2**32, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        byte_sums([data]).tolist()
-        seconds = time.perf_counter() - began
-    print(f"\n{data.numel() / seconds / 1e12:.2f} TB/s by the kernel")
-    monkeypatch.setattr(digest, "digest_kernel", lambda device: None)
-    for _ in range(2):
-        began = time.perf_counter()
-        byte_sums([data]).tolist()
-        seconds = time.perf_counter() - began
-    print(f"{data.numel() / seconds / 1e12:.2f} TB/s by PyTorch's operators")
 
 
 def test_a_kernel_finds_each_weight_that_is_not_what_its_master_is_rounded_to() -> None:

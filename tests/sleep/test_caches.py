@@ -69,9 +69,7 @@ def test_what_a_backward_writes_to_goes_with_gradients_and_workspaces_at_last(sl
         assert bool(softmax._default_causal_mask) == bool(get_global_memory_buffer().buffer) == kept
         assert workspace_is_kept(gemm) == kept
         me.res.offload("params")
-    me.res.reload()
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def rotary():

@@ -18,7 +18,7 @@ import children
 import pytest
 import rank_child
 import torch
-from sleeping import buffers, gone
+from sleeping import buffers, frozen, gone
 
 import bridge_fgo
 from bridge_fgo.bridge import framework_moves, framework_names, installation
@@ -203,17 +203,19 @@ ALL = pytest.mark.parametrize("cycle", CYCLES, ids=lambda cycle: cycle.__name__)
 
 @ALL
 @pytest.mark.parametrize("changes", [{}, {"frozen": True}], ids=["all trained", "most frozen"])
-def test_a_training_that_sleeps_by_a_frameworks_functions_is_bitwise_a_resident_one(modules, sleeper, cycle, changes):
+def test_a_training_that_sleeps_by_a_frameworks_functions_is_bitwise_a_resident_one(
+    modules, sleeper, monkeypatch, cycle, changes
+):
+    monkeypatch.setenv(framework_names.NCCL, "")
     bridge_fgo.install(frameworks="auto")
     me = sleeper(1, **changes)
     module, sleep, wake = cycle(me.training)
     for _ in range(3):
         module.CALLS.clear()
         sleep()
-        res = bridge_fgo.Residency.of(me.training.model)
-        assert gone(res) == {"params", "grads", "optimizer"}
+        assert me.gone() == {"params", "grads", "optimizer"} and not me.res._suspends_nccl
         wake()
-        assert not res.away
+        assert not me.res.away
         assert CYCLES[cycle] == module.CALLS
         me.train()
     me.assert_as_resident()
@@ -372,34 +374,22 @@ def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkey
 
 @ALL
 @pytest.mark.parametrize("changes", [{}, {"frozen": True}], ids=["all trained", "most frozen"])
-def test_the_environment_limits_host_memory_and_keeps_frozen_parameters_in_files(
+def test_the_environment_limits_host_memory_keeps_frozen_parameters_in_files_and_has_nccl_be_suspended(
     modules, sleeper, monkeypatch, disk, cycle, changes
 ):
-    monkeypatch.setenv(framework_names.LIMIT, "1e-9")
-    monkeypatch.setenv(framework_names.FOLDER, str(disk))
+    for name, value in ((framework_names.LIMIT, "1e-9"), (framework_names.FOLDER, str(disk))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(framework_names.NCCL, "suspend")
+    monkeypatch.setattr(nccl, "refusal", lambda: "")
     with bridge_fgo.install(frameworks="auto"):
         me = sleeper(1, **changes)
         _, sleep, wake = cycle(me.training)
         sleep()
-        me._res = bridge_fgo.Residency.of(me.training.model)
         here = {p.requires_grad for p in me.ddp.parameters() if p.untyped_storage().nbytes()}
-        assert here == {True} and me.states_bytes() > 0
+        assert here == {True} and me.states_bytes() > 0 and me.res._suspends_nccl
         wake()
         me.train()
     me.assert_as_resident()
-
-
-@ALL
-@pytest.mark.parametrize("asked", ["", "suspend"])
-def test_the_environment_has_nccl_be_suspended(modules, sleeper, monkeypatch, cycle, asked):
-    monkeypatch.setenv(framework_names.NCCL, asked)
-    monkeypatch.setattr(nccl, "refusal", lambda: "")
-    with bridge_fgo.install(frameworks="auto"):
-        me = sleeper(1)
-        _, sleep, wake = cycle(me.training)
-        sleep()
-        assert bridge_fgo.Residency.of(me.training.model)._suspends_nccl == bool(asked)
-        wake()
 
 
 @pytest.mark.parametrize(
@@ -468,22 +458,17 @@ def test_parameters_are_loaded_without_gradients_for_inference(asleep):
     assert res.away == {"grads"}
     utils.load_megatron_model_to_gpu(me.training.model)
     assert not res.away
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_frozen_parameters_stay_away_where_the_adapters_alone_are_synced(asleep):
     me, utils, res = asleep(frozen=True)
-    before = [p.detach().clone() for p in me.ddp.parameters()]
     utils.offload_megatron_model_to_cpu(me.training.model)
     utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
-    here = [bool(p.untyped_storage().nbytes()) for p in me.ddp.parameters()]
-    assert here == [p.requires_grad for p in me.ddp.parameters()] and len(set(here)) == 2
-    assert "params" in res.away
+    assert me.names_away() == me.names(frozen) and "params" in res.away
     utils.load_megatron_model_to_gpu(me.training.model)
-    assert all(torch.equal(p, was) for p, was in zip(me.ddp.parameters(), before, strict=True))
-    me.train()
-    me.assert_as_resident()
+    me.check()
+    me.end()
 
 
 def test_where_nothing_trains_no_parameters_are_loaded_without_the_frozen_ones(asleep):
@@ -496,46 +481,35 @@ def test_where_nothing_trains_no_parameters_are_loaded_without_the_frozen_ones(a
     assert not res.away
 
 
-def test_a_copy_of_a_sleeping_model_is_its_parameters_and_may_be_restored_asleep(asleep):
-    me, utils, res = asleep()
-    awake = [p.detach().clone() for p in me.ddp.parameters()]
+def test_a_copy_of_a_sleeping_or_partly_loaded_model_is_its_parameters_and_may_be_restored_asleep(asleep):
+    me, utils, res = asleep(frozen=True)
     utils.offload_megatron_model_to_cpu(me.training.model)
     kept = utils.copy_megatron_model_to_cpu(me.training.model)
-    assert all(torch.equal(p, was) for p, was in zip(kept, awake, strict=True))
+    utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
+    with me.as_before():
+        partly = utils.copy_megatron_model_to_cpu(me.training.model)
+    assert 0 < len(me.names_away()) < len(me.names())
+    assert all(map(torch.equal, kept, me.own)) and all(map(torch.equal, partly, me.own))
+    utils.offload_megatron_model_to_cpu(me.training.model)
     utils.restore_megatron_model_from_cpu(me.training.model, cpu_state=[p + 1 for p in kept])
     assert res.away == {"params", "grads"}
     utils.load_megatron_model_to_gpu(me.training.model)
-    assert all(torch.equal(p, was + 1) for p, was in zip(me.ddp.parameters(), awake, strict=True))
-
-
-def test_a_copy_of_a_partly_loaded_model_is_all_its_parameters_and_the_same_ones_are_here_afterwards(asleep):
-    me, utils, _ = asleep(frozen=True)
-    awake = [p.detach().clone() for p in me.ddp.parameters()]
-    utils.offload_megatron_model_to_cpu(me.training.model)
-    utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
-    before = [p.untyped_storage().nbytes() for p in me.ddp.parameters()]
-    kept = utils.copy_megatron_model_to_cpu(me.training.model)
-    assert all(torch.equal(p, was) for p, was in zip(kept, awake, strict=True))
-    assert [p.untyped_storage().nbytes() for p in me.ddp.parameters()] == before
-    assert 0 < before.count(0) < len(before)
+    assert all(torch.equal(p, was + 1) for p, was in zip(me.params(), me.own, strict=True))
 
 
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_save_of_a_sleeping_model_leaves_its_parameters_where_verl_expects_them(modules, sleeper, offloads):
     bridge_fgo.install(frameworks="verl")
     me = sleeper()
-    awake = [p.detach().clone() for p in me.ddp.parameters()]
-    module, sleep, wake = verl(me.training)
+    module, sleep, _ = verl(me.training)
     engine = module.MegatronEngine()
     engine.module, engine.optimizer, engine._is_offload_param = me.training.model, me.training.optimizer, offloads
     sleep()
     engine.save_checkpoint("a folder")
-    assert all(torch.equal(p, was) for p, was in zip(engine.saved, awake, strict=True))
+    assert all(map(torch.equal, engine.saved, me.own))
     away = {"optimizer", "params", "grads"} if offloads else {"optimizer"}
-    assert bridge_fgo.Residency.of(me.training.model).away == away
-    wake()
-    me.train()
-    me.assert_as_resident()
+    assert me.res.away == away
+    me.end()
 
 
 @pytest.mark.slow
@@ -555,8 +529,7 @@ def test_states_that_are_away_are_saved_from_the_host(asleep):
     assert both.exact(me.leaf.state_dict()["optimizer"]) == awake
     utils.offload_megatron_optimizer(me.training.optimizer)
     utils.load_megatron_optimizer(me.training.optimizer)
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_gradients_that_no_step_has_used_survive_a_sleep(asleep):
@@ -572,11 +545,12 @@ def test_gradients_that_no_step_has_used_survive_a_sleep(asleep):
     assert torch.equal(buffer.grad_data, before)
 
 
-def test_a_reference_model_without_ddp_sleeps_too(modules):
+def test_a_reference_model_without_ddp_sleeps_too_and_wakes_whole_where_frozen_parameters_are_left_out(modules):
     bridge_fgo.install(frameworks="auto")
     utils, strategy = importlib.import_module(UTILS), importlib.import_module(STRATEGY).MegatronStrategy()
     for off, on in (
         (utils.offload_megatron_model_to_cpu, utils.load_megatron_model_to_gpu),
+        (utils.offload_megatron_model_to_cpu, lambda model: utils.load_megatron_model_to_gpu(model, False, False)),
         (lambda model: strategy.offload_to_cpu(model, None), lambda model: strategy.backload_to_gpu(model, None)),
     ):
         model = [torch.nn.Linear(3, 2)]
@@ -584,7 +558,7 @@ def test_a_reference_model_without_ddp_sleeps_too(modules):
         off(model)
         assert not model[0].weight.untyped_storage().nbytes()
         on(model)
-        assert torch.equal(model[0].weight, before)
+        assert torch.equal(model[0].weight, before) and not bridge_fgo.Residency.of(model).away
 
 
 def test_an_optimizer_whose_model_is_not_known_stays_with_the_framework(modules):
@@ -683,13 +657,3 @@ def test_an_import_amid_a_frameworks_own_is_refused(modules):
     )
     with pytest.raises(RuntimeError, match=f"amid the import of {STRATEGY}.*import bridge_fgo before"):
         importlib.import_module(STRATEGY)
-
-
-def test_frozen_parameters_of_a_model_without_ddp_are_loaded_with_the_others(modules):
-    model = torch.nn.Linear(4, 4)
-    with bridge_fgo.install(frameworks="verl"):
-        utils = importlib.import_module(UTILS)
-        utils.offload_megatron_model_to_cpu([model])
-        assert bridge_fgo.Residency.of(model).away
-        utils.load_megatron_model_to_gpu([model], load_grad=False, load_frozen_params=False)
-        assert not bridge_fgo.Residency.of(model).away

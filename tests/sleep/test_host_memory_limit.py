@@ -1,81 +1,23 @@
 """A limit of host memory is kept, what does not fit stays on the GPU and is said, and every bit is a resident run's."""
 
-import contextlib
 from pathlib import Path
-from unittest import mock
 
 import both
 import pytest
 import torch
-from both import PACKED
-from cpu_training import CpuTraining
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from sleeping import WHOLE, Sleeper, options, poison, residency
-from test_host_params import on_gpu, on_host
-from test_parts_of_parameters import frozen, names_of
+from sleeping import GIB, WHOLE, counted, frozen, residency
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory import host_buffer
-from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.sleep import moved
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
-GIB = 2**30
-
-
-@contextlib.contextmanager
-def counted():
-    """Context that gives what of host memory was mapped in it, by sizes; files are left out."""
-    taken = []
-    with mock.patch.object(HostBuffer, "__init__", autospec=True, side_effect=HostBuffer.__init__) as make:
-        yield taken
-    taken += [call.args[1] for call in make.call_args_list if not isinstance(call.args[0], FileBuffer)]
-
-
-def weights_here(me):
-    """Return the bytes of weights on the GPU, by their storages."""
-    storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in me.ddp.parameters()}
-    return sum(storages.values())
-
-
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    share=st.sampled_from([1e-9, 0.03, 0.2, 0.5, 0.9, 1.0, 2.0]),
-    config=st.sampled_from([WHOLE, PACKED]),
-    changes=st.sampled_from([{}, {"frozen": True}, {"experts": True}, {"distributed": False}]),
-)
-def test_a_training_within_any_limit_is_bitwise_a_resident_one_and_what_stays_is_what_has_no_room(
-    share, config, changes
-):
-    with contextlib.ExitStack() as stack:
-        poison(stack.enter_context(pytest.MonkeyPatch.context()))
-        me = Sleeper(stack.enter_context(CpuTraining(options(**changes))), changes, config)
-        me.train()
-        with counted() as everything:
-            residency(me.training, config=config).close()
-        limit = share * sum(everything)
-        with counted() as taken:
-            me._res = residency(me.training, config=config, host_memory_limit_gib=limit / GIB)
-            for _ in range(2):
-                me.train()
-                held = weights_here(me) + me.states_bytes()
-                me.res.offload()
-                assert weights_here(me) + me.states_bytes() == me.res._unhosted
-                assert (me.res._unhosted == 0) == (share >= 1) and (me.res._unhosted < held or share < 0.2)
-                me.res.reload("params")
-                me.res.offload("params")
-                me.res.reload()
-        assert sum(taken) <= limit
-        me.res.close()
-        me.assert_as_resident()
-
 
 def test_what_stays_is_said_once_and_counted_in_each_sleep(sleeper, monkeypatch, capsys):
     me = sleeper()
-    me._res = residency(me.training, host_memory_limit_gib=1.5 * me.weights_bytes / GIB)
+    me.make(host_memory_limit_gib=1.5 * me.weights_bytes / GIB)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "a limit of" in line]
     assert "of optimizer state and 0.00 GiB of parameters" in line and "stay on the GPU" in line
     assert me.res._unhosted == me.states_bytes() - sum(slab.nbytes for slab in me.res._states.engine.slabs) > 0
@@ -89,41 +31,34 @@ def test_what_stays_is_said_once_and_counted_in_each_sleep(sleeper, monkeypatch,
 
 def test_weights_that_stay_are_used_read_and_chosen_around(sleeper):
     me = sleeper(frozen=True)
-    expected = on_gpu(me.res)
-    me.res.close()
-    me._res = residency(me.training, host_memory_limit_gib=(me.weights_bytes + 5000) / GIB)
-    me.res.offload()
-    stays = names_of(me, lambda _, param: bool(param.untyped_storage().nbytes()))
-    assert 0 < len(stays) < len(names_of(me, frozen)) and not stays - names_of(me, frozen)
-    assert on_host(me.res) == expected
-    me.res.reload("params", where=lambda name, _: name not in stays)
+    me.make(host_memory_limit_gib=(me.weights_bytes + 5000) / GIB)
+    me.offload()
+    stays = me.names() - me.names_away()
+    assert 0 < len(stays) < len(me.names(frozen)) and not stays - me.names(frozen)
+    me.read_asleep()
+    me.reload("params", where=lambda name, _: name not in stays)
     assert "params" not in me.res.away
-    me.res.reload()
-    assert on_gpu(me.res) == expected
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_gradients_that_there_is_no_room_to_keep_are_refused_and_nothing_moves(sleeper):
     me = sleeper()
     with counted() as everything:
         residency(me.training).close()
-    me._res = residency(me.training, host_memory_limit_gib=sum(everything) / GIB)
+    me.make(host_memory_limit_gib=sum(everything) / GIB)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"grads='keep'\) takes .*host_memory_limit_gib leaves 0.00 GiB"):
             me.res.offload(grads="keep")
         assert not me.res.away
     me.res.offload()
-    me.res.reload()
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_kept_gradients_whose_host_memory_could_not_be_locked_count_once_and_are_locked_by_the_next_call(
     sleeper, monkeypatch
 ):
     me, asked = sleeper(), []
-    me._res = residency(me.training, host_memory_limit_gib=1.0)
+    me.make(host_memory_limit_gib=1.0)
     room = me.res._room
 
     def locks(hosts):
@@ -148,18 +83,15 @@ def test_what_is_no_limit_is_refused(wrong):
 
 def test_memory_that_the_flags_engine_has_counts_and_is_refused_where_it_is_over_the_limit(sleeper):
     with bridge_fgo.install(WHOLE):
-        me = sleeper(offload=True)
+        me = sleeper(flag=WHOLE)
         with pytest.raises(ValueError, match=r"engine that is attached .* has .* already: raise the limit"):
             residency(me.training, host_memory_limit_gib=1e-6)
         states = 6 * me.weights_bytes
-        me._res = residency(me.training, host_memory_limit_gib=(states + me.weights_bytes - 1) / GIB)
+        me.make(host_memory_limit_gib=(states + me.weights_bytes - 1) / GIB)
         assert me.res._unhosted == me.weights_bytes
         me.res.offload()
         assert me.res.away == {"grads", "optimizer"}
-        me.res.reload()
-        me.train()
-        me.changes = {}  # of a resident run
-        me.assert_as_resident()
+        me.end()
 
 
 def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_none_where_that_has_no_room(sleeper):
@@ -181,22 +113,17 @@ def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_non
 def test_frozen_parameters_in_files_take_no_host_memory_and_are_written_once(sleeper, disk):
     me = sleeper(frozen=True)
     nbytes = sum(param.nbytes for name, param in me.ddp.named_parameters() if frozen(name, param))
-    expected = on_gpu(me.res)
     with counted() as usual:
-        me.res.close()
-        residency(me.training).close()
+        me.make()
     with counted() as taken:
-        me._res = residency(me.training, frozen_folder=disk)
-        assert me.res.offload("params", where=frozen).copied == nbytes == sum(usual) - 7 * me.weights_bytes
-        assert on_host(me.res) == expected
+        me.make(frozen_folder=disk)
+        assert me.offload("params", where=frozen).copied == nbytes == sum(usual) - 7 * me.weights_bytes
+        me.read_asleep()
         for _ in range(2):
-            me.res.reload()
-            assert on_gpu(me.res) == expected
-            assert me.res.offload("params", where=frozen).copied == 0
+            me.reload()
+            assert me.offload("params", where=frozen).copied == 0
     assert sum(taken) == sum(usual) - nbytes and not list(disk.iterdir())
-    me.res.reload()
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_a_reference_model_sleeps_in_files_of_a_folder_that_can_hold_it_and_of_no_other(disk):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency, resident_now
+from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
@@ -98,9 +98,8 @@ def test_a_limit_of_host_memory_in_the_environment_is_kept_by_all_of_them_and_wh
 
 @pytest.mark.parametrize("remainders", [False, True])
 @pytest.mark.parametrize("experts", [False, True])
-def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper, monkeypatch, experts, remainders):
-    precision_aware(remainders)(monkeypatch)
-    me, weights = sleeper(0, experts=experts), set()
+def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper, experts, remainders):
+    me, weights = sleeper(0, prepare=precision_aware(remainders), experts=experts), set()
     for _ in range(4):
         me.train()
         weights.add(me.training.digests()["params"])
@@ -112,7 +111,7 @@ def test_weights_move_after_the_states_of_precision_aware_adam_were_away(sleeper
         assert live(me.training)[2] > 0
         assert storages(me.training) == before
     assert len(weights) == 4
-    me.assert_as_resident(resident_now)
+    me.assert_as_resident()
 
 
 def test_unchanged_parameters_are_copied_once_and_an_uninstall_in_between_loses_no_weight(sleeper, monkeypatch):

@@ -3,6 +3,7 @@
 import datetime
 import inspect
 import math
+import os
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import fake_nccl
 import pytest
 import rank_child
 import torch
-from sleeping import residency
+from sleeping import GIB
 from test_sleeping_ranks import run_both
 
 import bridge_fgo
@@ -52,54 +53,46 @@ def test_torch_has_what_is_called_with_these_signatures():
 def test_groups_without_nccl_are_neither_counted_nor_suspended(sleeper):
     me = sleeper(0)
     assert not nccl._communicators() and nccl.held_bytes() is None
-    me._res = residency(me.training, nccl="suspend")
+    me.make(nccl="suspend")
     me.res.offload()
     assert not nccl.suspended()
 
 
-@pytest.mark.parametrize("setting", ["keep", True, "Suspend", ""])
-def test_another_word_is_an_error_that_names_the_setting(setting):
-    with pytest.raises(ValueError, match=rf"Residency\(nccl={setting!r}\): use 'suspend', or None"):
-        bridge_fgo.Residency(torch.nn.Linear(2, 2), nccl=setting)
+class Older:
+    get_build_nccl_version = get_runtime_nccl_version = staticmethod(lambda: (2, 30, 7))
 
 
-def is_refused(match):
+OLDER = rf"PyTorch {torch.__version__.replace('+', '.')}, .*NCCL 2\.29\.6.* takes PyTorch 2\.12 and NCCL 2"
+REFUSED = [
+    (torch.distributed.ProcessGroupNCCL, "get_build_nccl_version", lambda: (2, 29, 6), OLDER),
+    (torch.distributed.ProcessGroupNCCL, "get_runtime_nccl_version", lambda: (2, 29, 6), OLDER),
+    (torch.distributed, "ProcessGroupNCCL", Older, "PyTorch .* takes PyTorch 2.12"),
+    (torch.distributed, "is_nccl_available", lambda: False, "PyTorch .* was built without NCCL"),
+    *((os.environ, name, value, f"the environment variable {name}={value}") for name, value in nccl.OFF_BY.items()),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "value", "match"), REFUSED)
+def test_where_nccl_cannot_suspend_it_is_refused_by_name_and_counts_nothing(
+    monkeypatch, fakes, sleeper, owner, name, value, match
+):
+    sleeper(0)
+    assert nccl.held_bytes()
+    monkeypatch.setitem(owner, name, value) if owner is os.environ else monkeypatch.setattr(owner, name, value)
     with pytest.raises(ValueError, match=rf"Residency\(nccl='suspend'\): {match}.*, or leave nccl out"):
         bridge_fgo.Residency(torch.nn.Linear(2, 2), nccl="suspend")
     assert nccl.held_bytes() is None
-    return True
-
-
-@pytest.mark.parametrize("which", ["get_build_nccl_version", "get_runtime_nccl_version"])
-def test_an_older_nccl_is_refused_with_the_versions_that_are_there(monkeypatch, fakes, sleeper, which):
-    sleeper(0)
-    assert nccl.held_bytes()
-    monkeypatch.setattr(torch.distributed.ProcessGroupNCCL, which, lambda: (2, 29, 6))
-    assert is_refused(
-        rf"PyTorch {torch.__version__.replace('+', '.')}, .*NCCL 2\.29\.6.* takes PyTorch 2\.12 and NCCL 2"
-    )
-
-
-def test_a_torch_that_cannot_suspend_is_refused_and_one_without_nccl(monkeypatch):
-    class Older:
-        get_build_nccl_version = get_runtime_nccl_version = staticmethod(lambda: (2, 30, 7))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.distributed, "ProcessGroupNCCL", Older)
-        assert is_refused("PyTorch .* takes PyTorch 2.12")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert is_refused("PyTorch .* was built without NCCL")
-
-
-@pytest.mark.parametrize(("name", "value"), nccl.OFF_BY.items())
-def test_settings_of_nccl_that_keep_it_from_suspending_are_refused(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
-    assert is_refused(f"the environment variable {name}={value}")
+    for setting in ("keep", True, "Suspend", ""):
+        with pytest.raises(ValueError, match=rf"Residency\(nccl={setting!r}\): use 'suspend', or None"):
+            bridge_fgo.Residency(torch.nn.Linear(2, 2), nccl=setting)
 
 
 def test_only_what_is_whole_away_suspends_and_its_groups_count_as_what_nccl_still_holds(fakes, sleeper):
     me = sleeper(frozen=True)
-    me._res = residency(me.training, nccl="suspend")
+    me.offload()
+    me.reload()
+    assert not fakes.log  # without the setting
+    me.make(nccl="suspend")
     groups = len(fakes.awake())
     assert nccl.held_bytes() == 3000 * groups
     me.res.offload("params", where=lambda _, param: not param.requires_grad)
@@ -117,7 +110,8 @@ def test_every_residency_of_the_process_has_to_be_away_and_the_first_that_wakes_
     me = sleeper()
     with torch.random.fork_rng():  # which the training's dropout goes on with
         reference = torch.nn.Linear(4, 4)
-    me._res, other = residency(me.training, nccl="suspend"), bridge_fgo.Residency(reference)
+    me.make(nccl="suspend")
+    other = bridge_fgo.Residency(reference)
     me.res.offload()
     assert not fakes.are_suspended
     other.offload()
@@ -129,13 +123,12 @@ def test_every_residency_of_the_process_has_to_be_away_and_the_first_that_wakes_
     me.res.reload()
     assert not fakes.are_suspended
     other.close()
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_a_reload_of_what_is_here_resumes_what_others_suspended_also_if_these_are_gone(monkeypatch, fakes, sleeper):
     me = sleeper()
-    me._res = residency(me.training, nccl="suspend")
+    me.make(nccl="suspend")
     me.res.offload()
     with torch.random.fork_rng():
         other = bridge_fgo.Residency(torch.nn.Linear(4, 4))
@@ -151,7 +144,7 @@ def test_a_reload_of_what_is_here_resumes_what_others_suspended_also_if_these_ar
 def test_weights_that_packed_masters_need_again_are_gathered_by_resumed_groups(monkeypatch, fakes, sleeper):
     with bridge_fgo.install():
         me, gathering, reload = sleeper(2), [], Weights.reload
-        me._res = residency(me.training, config=both.PACKED, nccl="suspend")
+        me.make(config=both.PACKED, nccl="suspend")
         me.res.serve_states()
         me.res.offload()
         me.moment.sum()  # a reader that is served, as a checkpoint's
@@ -164,9 +157,7 @@ def test_weights_that_packed_masters_need_again_are_gathered_by_resumed_groups(m
         monkeypatch.setattr(Weights, "reload", reloads)
         assert me.res.offload().woke == ("params",)
         assert gathering == [True] and fakes.are_suspended
-        me.res.reload()
-        me.train()
-        me.assert_as_resident()
+        me.end()
 
 
 def test_the_setting_on_some_ranks_alone_is_an_error_on_all_of_them(monkeypatch):
@@ -181,16 +172,9 @@ def test_the_setting_on_some_ranks_alone_is_an_error_on_all_of_them(monkeypatch)
         bridge_fgo.Residency(torch.nn.Linear(2, 2))
 
 
-def test_without_the_setting_nothing_is_suspended(fakes, sleeper):
-    me = sleeper()
-    me.res.offload()
-    me.res.reload()
-    assert not fakes.log
-
-
 def test_states_that_a_limit_keeps_on_the_gpu_do_not_keep_nccl_awake(fakes, sleeper):
     me = sleeper()
-    me._res = residency(me.training, host_memory_limit_gib=(me.weights_bytes + 5000) / 2**30, nccl="suspend")
+    me.make(host_memory_limit_gib=(me.weights_bytes + 5000) / GIB, nccl="suspend")
     me.res.offload()
     assert me.states_bytes() and fakes.are_suspended
     me.res.reload()
@@ -227,7 +211,7 @@ def test_a_communicator_that_pytorch_has_not_made_yet_is_left_out_and_another_er
 
 def test_a_wake_without_memory_for_nccl_is_an_error_before_anything_is_resumed(monkeypatch, fakes, sleeper):
     me = sleeper()
-    me._res = residency(me.training, nccl="suspend")
+    me.make(nccl="suspend")
     me.res.offload()
     free = [2000 * len(nccl.suspended()) - 1]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**9))
@@ -249,7 +233,7 @@ def test_a_use_of_a_suspended_group_is_an_error_that_names_it_and_one_of_gloo_in
 
 def test_groups_that_were_destroyed_asleep_are_forgotten(fakes, sleeper):
     me = sleeper()
-    me._res = residency(me.training, nccl="suspend")
+    me.make(nccl="suspend")
     me.res.offload()
     assert nccl.suspended()
     torch.distributed.destroy_process_group()

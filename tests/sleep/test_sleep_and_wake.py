@@ -5,34 +5,35 @@ import copy
 import itertools
 import time
 import warnings
-from dataclasses import dataclass, field
-from unittest import mock
 
 import pytest
 import torch
 from both import PACKED
-from cpu_training import CpuTraining
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lanes import in_lanes
 from sleeping import (
+    GIB,
     KINDS,
     SEVERAL_SLABS,
     WHOLE,
-    Sleeper,
     configured,
+    counted,
+    double_masters,
+    experts,
     fail,
+    frozen,
+    frozen_in_a_layer,
     gone,
     note,
-    options,
     poison,
     precision_aware,
-    resident,
-    resident_now,
+    sleeping,
+    trained,
 )  # fmt: skip
 
 import bridge_fgo
 from bridge_fgo.bridge import residency
-from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import moved, states
@@ -51,149 +52,298 @@ def fp32_gradients(cfg):
     cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("all",)
 
 
-@dataclass
-class Case:
-    """A training that sleeps.
-
-    changes: its options. config: of its residency. flag: the config that is installed, with the flag set. prepare:
-    changes what the options cannot.
-    """
-
-    changes: dict = field(default_factory=dict)
-    config: bridge_fgo.OffloadConfig | None = None
-    flag: bridge_fgo.OffloadConfig | None = None
-    prepare: object = None
-
-
 ADAM, MUON = {"distributed": False}, {"distributed": False, "optimizer": "muon"}
 IN_FLIGHT = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SLOW = {
     *("experts", "adam", "muon", "muon_of_experts", "adam_with_fp32_parameters", "adam_with_most_frozen"),
     *("adam_packed", "dist_muon_packed", "flag_with_whole_masters"),
 }
-CASES = {
-    "dense": Case(),
-    "experts": Case({"experts": True}),
-    "native_fp32_parameters": Case({"precision": "fp32_params"}),
-    "most_parameters_frozen": Case({"frozen": True}),
-    "fp16_with_skipped_steps": Case({"precision": "fp16"}),
-    "two_chunks_with_collectives_in_flight": Case({"chunks": 2, **IN_FLIGHT}),
-    "packed": Case(config=PACKED),
-    "flag_with_packed_masters": Case(flag=PACKED),
-    "flag_with_whole_masters": Case(flag=WHOLE),
-    "flag_by_default": Case(flag=bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)),
-    "adam": Case(ADAM),
-    "muon": Case(MUON),
-    "dist_muon": Case(MUON | {"optimizer": "dist_muon"}),
-    "muon_of_experts": Case(MUON | {"experts": True}),
-    "adam_with_fp32_parameters": Case(ADAM | {"precision": "fp32_params"}),
-    "adam_with_most_frozen": Case(ADAM | {"frozen": True}),
-    "adam_packed": Case(ADAM, PACKED),
-    "muon_packed": Case(MUON, PACKED),
-    "dist_muon_packed": Case(MUON | {"optimizer": "dist_muon"}, PACKED),
-    "fp32_gradients_beside_16_bit_buffers": Case(prepare=fp32_gradients),
-    "precision_aware": Case(prepare=precision_aware(False)),
-    "precision_aware_with_remainders": Case(prepare=precision_aware(True)),
+TRAININGS = {
+    "dense": {},
+    "experts": {"experts": True},
+    "native_fp32_parameters": {"precision": "fp32_params"},
+    "most_parameters_frozen": {"frozen": True},
+    "fp16_with_skipped_steps": {"precision": "fp16"},
+    "two_chunks_with_collectives_in_flight": {"chunks": 2, **IN_FLIGHT},
+    "packed": {"config": PACKED},
+    "flag_with_packed_masters": {"flag": PACKED},
+    "flag_with_whole_masters": {"flag": WHOLE},
+    "flag_by_default": {"flag": bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)},
+    "adam": ADAM,
+    "muon": MUON,
+    "dist_muon": MUON | {"optimizer": "dist_muon"},
+    "muon_of_experts": MUON | {"experts": True},
+    "adam_with_fp32_parameters": ADAM | {"precision": "fp32_params"},
+    "adam_with_most_frozen": ADAM | {"frozen": True},
+    "adam_packed": ADAM | {"config": PACKED},
+    "muon_packed": MUON | {"config": PACKED},
+    "dist_muon_packed": MUON | {"optimizer": "dist_muon", "config": PACKED},
+    "fp32_gradients_beside_16_bit_buffers": {"prepare": fp32_gradients},
+    "precision_aware": {"prepare": precision_aware(False)},
+    "precision_aware_with_remainders": {"prepare": precision_aware(True)},
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [pytest.param(name, 4, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-    + [
-        pytest.param(name, 10, id=f"{name}-10", marks=pytest.mark.slow)
-        for name in itertools.islice(CASES, 6)
-    ],
-)  # fmt: skip
-def test_training_that_sleeps_after_each_step_is_bitwise_a_resident_one(monkeypatch, name, steps):
-    case = CASES[name]
-    if case.prepare is not None:
-        case.prepare(monkeypatch)
-    installed = contextlib.nullcontext() if case.flag is None else bridge_fgo.install(case.flag)
-    with installed, CpuTraining(options(**case.changes, offload=case.flag is not None)) as training:
-        me = Sleeper(training, case.changes, case.config)
-        assert me.res is not None  # made before the first step, which makes the moments
-        for number in range(steps):
-            me.train()
-            moved = me.res.offload()
-            assert me.gone() == set(KINDS) == me.res.away
-            assert not any(p.untyped_storage().nbytes() for ddp in training.model for p in ddp.parameters())
-            if "distributed" in case.changes:  # no DDP buffer has the weights, and nobody rounds them again
-                assert moved.copied_by_kind["params"] > 0
-            with me.res.only("params"):
-                assert me.gone() == {"grads", "optimizer"} == me.res.away
-            if case.flag is None or number % 2:
-                me.res.reload()
-                assert me.gone() == set() == me.res.away
-                assert not any(slab._bytes.any() for slab in me.res._gradients.slabs)
-            else:
-                me.res.reload("params", "grads")  # the step brings the states itself
-        me.res.reload()
-        if case.config is case.flag is None:  # packed ones are copied anew
-            assert me.res.offload().copied == 0
-        me.res.close()
-        me.assert_as_resident(resident if case.prepare is None else resident_now)
+@pytest.mark.parametrize("name", in_lanes(TRAININGS, TRAININGS.keys() - SLOW))
+def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_resident_one(sleeper, name):
+    of = TRAININGS[name]
+    me = sleeper(0, early=True, **of)
+    by_flag, copies_anew = "flag" in of, "flag" in of or "config" in of  # packed ones
+    if "prepare" not in of:
+        me.offload()  # moments are not made before the first step
+        me.reload()
+    me.train()
+    me.keep("first")
+    for number in range(3):
+        moved = me.offload()
+        assert me.gone() == set(KINDS) == me.res.away and not me.weights_here()
+        if "distributed" in of:  # no DDP buffer has the weights, and nobody rounds them again
+            assert moved.copied_by_kind["params"] > 0
+        me.read_asleep()
+        with me.only("params"):
+            assert me.gone() == {"grads", "optimizer"} == me.res.away
+        if by_flag and number % 2 == 0:
+            me.reload("params", "grads")  # the step brings the states itself
+        else:
+            me.reload()
+            assert me.gone() == set() == me.res.away
+            assert not any(slab._bytes.any() for slab in me.res._gradients.slabs)
+        me.train()
+    me.keep("newest")
+    for away in ((), ("params",), ("params", "optimizer"), KINDS, ("optimizer",)):
+        me.offload(away)
+        for kept in ("first", "newest", "first"):
+            with me.swap(kept):
+                pass
+        if "params" in away:
+            me.read_asleep()
+        me.reload()
+    assert copies_anew or me.offload().copied + me.offload().copied == 0
+    me.end()
 
+
+# Any order of calls.
 
 KIND_SETS = st.sets(st.sampled_from(KINDS)).map(sorted)
-MOVES = st.one_of(
-    st.tuples(st.just("offload"), KIND_SETS),
-    st.tuples(st.just("reload"), KIND_SETS),
-    st.tuples(st.just("keep"), KIND_SETS),
-    st.just(("step", [])),
+WHERE = st.sampled_from([None, frozen, trained, frozen_in_a_layer, experts])
+CALLS = st.one_of(
+    st.tuples(st.sampled_from(["offload", "reload", "only", "error"]), KIND_SETS, WHERE),
+    st.tuples(st.sampled_from(["offload", "keep gradients"]), KIND_SETS, st.none()),
+    st.tuples(st.sampled_from(["step", "keep", "swap", "write", "read", "make", "swap and error"])),
 )
+"""Verbs, the kinds that they move, and which parameters of these."""
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-@given(moves=st.lists(MOVES, max_size=14), mid=KIND_SETS, debug=st.booleans())
-def test_any_order_of_sleeps_wakes_and_steps_is_bitwise_a_resident_run(moves, mid, debug):
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
+def call(me, verb, kinds=(), where=None):
+    """Make a call, if it can be made; the `Sleeper` checks it."""
+    if where is not None and not ("params" in kinds and me.names(where)):
+        return
+    if verb == "step" and len(me.seen) < 5:
+        me.reload()
+        me.train()
+    elif verb in ("offload", "keep gradients"):
+        me.offload(kinds, where=where, grads="drop" if verb == "offload" else "keep")
+    elif verb == "reload":
+        me.reload(kinds, where=where)
+    elif verb == "only":
+        with me.only(kinds, where=where):
+            pass
+    elif verb == "error":
+        error_in_a_block(me, *kinds, where=where)
+    elif verb == "keep" and "params" not in me.res.away:
+        me.keep("a set")
+    elif verb == "swap" and me.kept:
+        with me.swap("a set"):
+            pass
+    elif verb == "swap and error" and me.kept:
+        error_in_a_swap(me, "a set")
+    elif verb == "write" and me.weight.untyped_storage().nbytes() and not me.lacks_masters:
+        me.write(len(me.writes))
+    elif verb == "read" and me.names_away() == me.names():
+        me.read_asleep()
+    elif verb == "make":
+        me.make(**me.how)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    calls=st.lists(CALLS, max_size=12),
+    config=st.sampled_from([WHOLE, PACKED]),
+    changes=st.sampled_from([{}, {"frozen": True}, {"experts": True}, {"distributed": False}]),
+    share=st.sampled_from([None, None, None, 1e-9, 0.03, 0.2, 0.5, 0.9, 1.0, 2.0]),
+    mid=KIND_SETS,
+    debug=st.booleans(),
+)
+def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitwise_a_resident_run(
+    calls, config, changes, share, mid, debug
+):
+    """Any order of sleeps and wakes of parts, swaps, errors, writes and steps; also between backward and update."""
+    with pytest.MonkeyPatch.context() as patch:
         poison(patch)
         if debug:
             patch.setenv("BRIDGE_FGO_DEBUG", "1")
-        me = Sleeper(stack.enter_context(CpuTraining(options())), {}, None)
-        res, step = me.res, me.training.optimizer.step
+        with sleeping(patch, **changes) as me:
+            me.how = {"config": config}
+            me.train()
+            update = me.training.optimizer.step
 
-        def sleep_first():  # between the backward and the update
-            res.offload(mid, grads="keep")
-            assert me.gone() == set(mid)
-            res.reload()
-            return step()
+            def sleep_first():
+                me.res.offload(mid, grads="keep")
+                assert me.gone() == set(mid)
+                me.res.reload()
+                return update()
 
-        patch.setattr(me.training.optimizer, "step", sleep_first)
-        for verb, kinds in moves:
-            before = res.away
-            if verb == "step":
-                res.reload()
-                me.train()
-            elif verb == "reload":
-                res.reload(kinds)
-                assert res.away == before - set(kinds)
+            if share is None:
+                patch.setattr(me.training.optimizer, "step", sleep_first)
+                for each in calls:
+                    call(me, *each)
             else:
-                res.offload(kinds, grads="keep" if verb == "keep" else "drop")
-                assert me.gone() >= before | set(kinds) == res.away
-            if len(me.seen) == 6:
-                break
-        res.reload()
-        res.close()
-        if me.seen:
-            me.assert_as_resident()
+                with counted() as everything:
+                    me.make(**me.how).close()
+                me._res, limit = None, share * sum(everything)
+                me.how["host_memory_limit_gib"] = limit / GIB
+                with counted() as taken:
+                    held = me.weights_here() + me.states_bytes()
+                    assert (me.res._unhosted == 0) == (share >= 1) and (me.res._unhosted < held or share < 0.2)
+                    me.offload()
+                    assert me.weights_here() + me.states_bytes() == me.res._unhosted
+                    for each in [each for each in calls if each[0] not in ("keep gradients", "keep", "make")]:
+                        call(me, *each)
+                assert sum(taken) <= limit
+            me.end()
 
 
-@MASTERS
-def test_a_sleep_in_parts_brings_back_nothing_and_the_driver_gets_memory_last(sleeper, monkeypatch, masters):
-    me, returns = sleeper(0, config=masters, early=True), []
-    monkeypatch.setattr(residency, "return_to_driver", lambda device: returns.append(me.gone()))
+def error_in_a_block(me, *kinds, has_backward=False, **how):
+    """End a block by an error: what was away is again; what has left stays, and a note says so."""
+    before, names = me.res.away, me.names_away()
+    with pytest.raises(ZeroDivisionError) as caught, me.res.only(*kinds, **how):
+        if has_backward:
+            sum(weight.float().sum() for weight in me.ddp.parameters()).backward()
+            assert me.res.has_gradients
+        _ = 1 / 0
+    me.check()
+    assert before <= me.res.away and names <= me.names_away()
+    gone = me.res.away - before | ({"params"} if me.names_away() - names else set())
+    words = ", ".join(map(repr, sorted(gone)))
+    notes = [f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank"]
+    assert getattr(caught.value, "__notes__", []) == (notes if gone else [])
+
+
+def error_in_a_swap(me, name):
+    """End the block of a swap by an error: the model's own weights are away, and a note says so if they were not."""
+    before = me.res.away
+    with pytest.raises(ZeroDivisionError) as caught, me.res.weights(name):
+        _ = 1 / 0
+    me.check()
+    notes = ["bridge_fgo: 'params' stay off the GPU after this error: call reload() on every rank"]
+    assert getattr(caught.value, "__notes__", []) == (notes if me.res.away != before else [])
+
+
+# Orders of calls in which something went wrong once, or that no other test has for sure.
+
+
+def in_parts(me):
     for order in itertools.permutations(KINDS):
         me.train()
         for kind in order:
-            me.res.offload(kind)
-            assert returns[-1] == me.res.away
+            me.offload(kind)
         assert me.gone() == set(KINDS) == me.res.away
-        me.res.reload()
-    me.res.offload(grads="keep")
-    assert returns[-1] == set(KINDS)
+        me.reload()
+
+
+def swap(me):
+    with me.swap("a set") as moved:
+        return moved
+
+
+def errors_in_blocks(me):
+    for away, kinds in itertools.product(AWAY, (("grads",), ("params",), ("params", "grads"))):
+        me.offload(*away or ([],))
+        error_in_a_block(me, *kinds, has_backward=len(kinds) == 2)
+        assert me.res.away == {*away, *set(KINDS) - set(kinds)}
+        me.reload()
+        me.ddp.zero_grad_buffer()
+
+
+def errors_in_swaps(me):
+    me.keep("a set")
+    for away in AWAY:
+        me.train()
+        me.offload(away)
+        error_in_a_swap(me, "a set")
+        assert me.res.away == {"params", *away}
+        me.reload()
+
+
+def unequal_masters(me, *, slept):
+    """Masters that are away know nothing of weights that are written meanwhile."""
+    me.offload("optimizer")
+    if slept:
+        assert me.offload("params").copied == 0  # as they were when the masters left
+        me.reload("params")
+    for value in (123.0, 45.0):
+        me.write(value)
+        me.offload("params")
+        me.reload("params")
+    me.offload("params")
+    me.reload("optimizer")
+
+
+def written_after_a_fault(me):
+    """Masters that were compared in a sleep that failed may have gone; they tell nothing of what was loaded since."""
+    me.offload()
+    me.reload()
+    with me.failing(Weights, "release", call=1):
+        me.res.offload("params", "optimizer")
+    assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
+    me.write()
+    me.offload("params")
+
+
+def swapped_after_masters_left(me):
+    """Masters keep weights that have never crossed while others are in their place."""
+    me.keep("a set")
+    me.train()
+    assert me.offload().copied_by_kind["params"] == 0 and swap(me).copied == me.weights_bytes
+
+
+def written_before_an_error_in_a_swap(me):
+    me.keep("a set")
+    me.offload("optimizer")
+    me.write()
+    error_in_a_swap(me, "a set")
+
+
+AWAY = ((), ("grads",), ("params",), ("params", "optimizer"), KINDS)
+ORDERS = {
+    "in parts": in_parts,
+    "gradients kept": lambda me: me.offload(grads="keep"),
+    "errors in blocks": errors_in_blocks,
+    "errors in swaps": errors_in_swaps,
+    "weights written": lambda me: (me.write(), me.offload()),
+}
+OF_WHOLE_MASTERS = {
+    "written while masters are away": lambda me: unequal_masters(me, slept=False),
+    "written while masters are away, having slept": lambda me: unequal_masters(me, slept=True),
+    "written after a fault": written_after_a_fault,
+    "swapped after masters left": swapped_after_masters_left,
+    "written before an error in a swap": written_before_an_error_in_a_swap,
+}
+
+
+@pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_after_an_order_of_calls_training_goes_on_bitwise(sleeper, order, masters):
+    me = sleeper(1, config=masters, early=True)
+    ORDERS[order](me)
+    me.end()
+
+
+@pytest.mark.parametrize("order", OF_WHOLE_MASTERS)
+def test_after_an_order_of_calls_in_which_masters_tell_weights_these_are_not_taken_for_others(sleeper, order):
+    me = sleeper()
+    OF_WHOLE_MASTERS[order](me)
+    me.end()
 
 
 # Copies, and their order.
@@ -225,23 +375,21 @@ def wake_no_weights(res):
 def test_masters_that_are_replaced_while_weights_are_away_change_no_weight_before_a_step(sleeper, way, is_flag, by):
     """As awake: a step writes weights from masters, a load of the optimizer's states does not."""
     with bridge_fgo.install(WHOLE):
-        me = sleeper(1, offload=is_flag)
+        me = sleeper(1, flag=WHOLE if is_flag else None)
         me.res.serve_states()
         saved = copy.deepcopy(me.leaf.get_parameter_state_dp_reshardable())
         for entry in (entry for buckets in saved[0].values() for bucket in buckets for entry in bucket):
             entry["padding"] = False  # as a checkpoint has it
+
+        def load(training):
+            (leaf,) = training.optimizer.chained_optimizers
+            leaf.load_parameter_state_from_dp_reshardable(saved)
+
         me.train()
-        before = [param.detach().clone() for param in me.ddp.parameters()]
         WEIGHTS_AWAY[way](me.res)
-        if by == "a load":
-            me.leaf.load_parameter_state_from_dp_reshardable(saved)
-        for master in (m for group in me.leaf.shard_fp32_from_float16_groups for m in group if by == "a write"):
-            master.mul_(2)
-        me.res.reload()
-        assert all(torch.equal(one, other) for one, other in zip(me.ddp.parameters(), before, strict=True))
-        me.train()
-        me.res.reload()
-        assert not any(torch.equal(one, other) for one, other in zip(me.ddp.parameters(), before, strict=True))
+        me.write_by(load if by == "a load" else double_masters)
+        me.reload()
+        me.end()
 
 
 def test_gradients_cross_no_link_unchanged_memory_crosses_once_and_objects_stay_the_same(sleeper):
@@ -271,21 +419,8 @@ def test_gradients_cross_no_link_unchanged_memory_crosses_once_and_objects_stay_
     assert all(torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-@MASTERS
-def test_the_freed_bytes_of_states_are_those_of_their_storages(sleeper, masters, steps):
-    """Moments are not made before the first step; a sum that counts them would tell of memory that somebody keeps."""
-    me = sleeper(steps, config=masters, experts=True)
-    for _ in range(2):  # the first time from tensors of their own, then from slabs
-        held = me.states_bytes()
-        assert 0 < held == me.res.offload("optimizer").freed and me.states_bytes() == 0
-        assert me.res.reload("optimizer").freed == -held == -me.states_bytes()
-    me.train()
-    me.assert_as_resident()
-
-
 def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
-    with mock.patch.object(HostBuffer, "__init__", autospec=True, side_effect=HostBuffer.__init__) as make:
+    with counted() as taken:
         me = sleeper()
         for _ in range(3):
             me.train()
@@ -293,8 +428,7 @@ def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_
             me.res.reload("params")
             me.res.offload("params")
             me.res.reload()
-    taken = sum(call.args[1] for call in make.call_args_list)
-    assert taken == 7 * me.weights_bytes  # 12 bytes of states and 2 of weights to each weight of 2
+    assert sum(taken) == 7 * me.weights_bytes  # 12 bytes of states and 2 of weights to each weight of 2
 
     me, copied = sleeper(0, early=True), []
     for _ in range(3):
@@ -459,27 +593,6 @@ def test_memory_of_which_another_process_has_handles_is_said(monkeypatch, left, 
 # Faults.
 
 
-def test_weights_that_are_loaded_after_a_sleep_failed_half_way_are_copied_at_the_next(sleeper, monkeypatch):
-    """Masters that were compared in the failed one may have gone, and tell nothing of what was loaded since."""
-    me = sleeper()
-    me.res.offload()
-    me.res.reload()
-    with monkeypatch.context() as patch, pytest.raises(StillShared):
-        fail(patch, Weights, "release", call=1)
-        me.res.offload("params", "optimizer")
-    assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
-    change(me.weight, 123.0)
-    me.res.offload("params")
-    me.res.reload()
-    assert me.weight.view(-1)[3] == 123.0
-
-
-def change(weight, value):
-    """Change an element of a weight by hand."""
-    with torch.no_grad():
-        weight.view(-1)[3] = value
-
-
 def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_for(sleeper, monkeypatch):
     """Training may go on and write them, while a copy that is taken for theirs still reads them."""
     me, order = sleeper(), []
@@ -498,62 +611,47 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
     me.assert_as_resident()
 
 
+def begin_swap(me):
+    me.res.weights("a set").__enter__()
+
+
+def fall_asleep(me):
+    me.res.offload("params", "optimizer")
+
+
 NO_MEMORY = torch.OutOfMemoryError
 FAULTS = {
-    "copy_out": ("states", StillShared, None),
-    "empty": ("storages", StillShared, None),
-    "release": ("states", StillShared, None),
-    "fill of weights": ("storages", NO_MEMORY, "params"),
-    "fill of gradients": ("storages", NO_MEMORY, "grads"),
+    "a copy out": (None, "copy_out", StillShared, (), fall_asleep),
+    "a release": (None, "release", StillShared, (), fall_asleep),
+    "a storage": (StorageSlab, "empty", StillShared, (), fall_asleep),
+    "weights' memory": (StorageSlab, "fill", NO_MEMORY, KINDS, lambda me: me.res.reload("params")),
+    "gradients' memory": (StorageSlab, "fill", NO_MEMORY, KINDS, lambda me: me.res.reload("grads")),
+    "a swap's memory": (StorageSlab, "fill", NO_MEMORY, ("params",), begin_swap),
+    "a swap's copy in": (StorageSlab, "copy_in", NO_MEMORY, (), begin_swap),
+    "a swap's copy out": (StorageSlab, "copy_out", NO_MEMORY, (), begin_swap),
 }
-"""Second calls that fail, of slabs of states or of storages: in a sleep, or in a wake of some kind."""
+"""Second calls that fail: of what (None: what copies states), the error, what is away before, and the verb."""
 
 
 @pytest.mark.parametrize("where", FAULTS)
 @MASTERS
-def test_after_a_move_that_failed_half_way_training_goes_on_and_the_next_copies_it(
-    sleeper, monkeypatch, where, masters
-):
+def test_after_a_move_that_failed_half_way_training_goes_on_and_the_next_copies_it(sleeper, where, masters):
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
-    of, error, wakes = FAULTS[where]
+    owner, name, error, away, act = FAULTS[where]
     me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)  # several buffers
     assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
-    if wakes is not None:
-        me.res.offload(grads="keep")
-    with monkeypatch.context() as patch, pytest.raises(error):
-        fail(patch, StorageSlab if of == "storages" else me.transfers, where.partition(" ")[0], error=error)
-        me.res.offload("params", "optimizer") if wakes is None else me.res.reload(wakes)
-    assert wakes is None or me.gone() == set(KINDS) == me.res.away
-    me.res.reload()
+    me.keep("a set")
+    me.train()
+    me.offload(away, grads="keep")
+    with me.failing(owner or me.transfers, name, error=error):
+        act(me)
+    assert not away or me.gone() == me.res.away == set(away)
+    me.reload()
     for _ in range(2):
         me.train()
-        me.res.offload()
-        me.res.reload()
-    me.assert_as_resident()
-
-
-@MASTERS
-@pytest.mark.parametrize("away", [(), ("grads",), ("params", "optimizer"), KINDS])
-def test_after_an_error_in_a_block_what_was_away_is_again_and_what_has_left_waits_for_a_reload(sleeper, away, masters):
-    me = sleeper(config=masters)
-    for kinds in (("grads",), ("params",), ("params", "grads")):
-        if away:
-            me.res.offload(*away)
-        with pytest.raises(ZeroDivisionError) as caught, me.res.only(*kinds):
-            if len(kinds) == 2:
-                sum(weight.float().sum() for weight in me.ddp.parameters()).backward()
-                assert me.res._backwards.pending
-            _ = 1 / 0
-        stays = sorted({*KINDS} - {*kinds, *away})
-        assert me.res.away == {*away, *stays}
-        words = ", ".join(map(repr, stays))
-        notes = [f"bridge_fgo: {words} stay off the GPU after this error: call reload() on every rank"]
-        assert getattr(caught.value, "__notes__", []) == (notes if stays else [])
-        me.res.reload()
-        assert not me.res.away
-        me.ddp.zero_grad_buffer()
-    me.train()
-    me.assert_as_resident()
+        me.offload()
+        me.reload()
+    me.end()
 
 
 def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper, monkeypatch):
@@ -572,36 +670,6 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me.res.close()
 
 
-# What masters do not round to, and gradients.
-
-
-def test_weights_that_were_changed_by_hand_are_copied_and_not_rounded_from_masters(sleeper):
-    me = sleeper()
-    change(me.weight, 123.0)
-    assert me.res.offload().copied_by_kind["params"] == me.weights_bytes
-    me.res.reload()
-    assert me.weight.view(-1)[3] == 123.0
-
-
-@pytest.mark.parametrize("slept_before", [True, False])
-def test_weights_that_are_changed_while_their_masters_are_away_come_back_changed(sleeper, slept_before):
-    me = sleeper()
-    res, weight = me.res, me.weight
-    res.offload("optimizer")
-    if slept_before:
-        assert res.offload("params").copied == 0  # as they were when the masters left
-        res.reload("params")
-    for value in (123.0, 45.0):
-        change(weight, value)
-        res.offload("params")
-        res.reload("params")
-        assert weight.view(-1)[3] == value
-    res.offload("params")
-    res.reload("optimizer")
-    res.reload("params")
-    assert weight.view(-1)[3] == 45.0
-
-
 def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a_refusal_that_says_so(sleeper):
     me, refused = sleeper(0), []
     res, step = me.res, me.training.optimizer.step
@@ -618,8 +686,7 @@ def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a
     assert refused and not res._backwards.pending
     res.offload("grads")  # the update is over
     res.reload()
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
     me = sleeper()
     me.res._backwards.pending.add(id(me.ddp))

@@ -154,12 +154,18 @@ def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks_and_is_t
 
 
 @pytest.mark.usefixtures("installed")
-def test_training_steps_and_sleeps_alternate_and_change_no_bit(sleeper):
+def test_training_steps_and_sleeps_alternate_and_change_no_bit_nor_does_a_step_in_another_which_is_refused(sleeper):
     expected = trained(5)
     me, seen = sleeper(0), []
     res, training = me.res, me.training
+
+    def nested(training):
+        with pytest.raises(RuntimeError, match="inside of a training step"), res.training_step():
+            pytest.fail("nested")
+        return passes(training)
+
     for number in range(5):
-        seen.append(step(training, context=res.training_step))
+        seen.append(step(training, nested, res.training_step))
         assert res.away <= {"optimizer"}
         first = res.offload()
         assert res.away == set(KINDS) and training.live_state_bytes() == 0
@@ -208,21 +214,6 @@ def test_an_error_in_the_block_loses_no_state_and_the_next_block_works(where):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.usefixtures("installed")
-def test_a_training_step_inside_another_is_refused_and_the_outer_one_goes_on(sleeper):
-    expected = trained(2)
-    me = sleeper(0)
-
-    def nested(training):
-        with pytest.raises(RuntimeError, match="inside of a training step"), me.res.training_step():
-            pytest.fail("nested")
-        return passes(training)
-
-    seen = [step(me.training, nested, me.res.training_step) for _ in range(2)]
-    me.res.close()
-    assert (seen, me.training.digests()) == expected
-
-
 def test_what_cannot_drive_a_step_and_settings_that_would_not_count_are_refused_by_name(sleeper):
     def refused(res, error, match, *count):
         with pytest.raises(error, match=match), res.training_step(*count):
@@ -236,7 +227,7 @@ def test_what_cannot_drive_a_step_and_settings_that_would_not_count_are_refused_
     refused(alone, ValueError, "optimizer=None")
     alone.close()
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
-        me = sleeper(0, offload=True)
+        me = sleeper(0, flag=bridge_fgo.OffloadConfig(engine="native"))
         with pytest.raises(ValueError, match="leave config out"):
             residency(me.training, config=PACKED)
         refused(me.res, ValueError, r"optimizer\.offload_optimizer_states=True: Bridge's train_step")

@@ -1,149 +1,72 @@
 """Weights that were kept under a name are swapped into the model for a block; its own are bitwise there afterwards."""
 
-import contextlib
-
 import pytest
 import torch
-from both import PACKED
-from sleeping import KINDS, WHOLE, fail, residency
+from sleeping import GIB, WHOLE, double_masters, trained
 from test_quantized import Float8Tensor, in_ddp, mcore_knows_them  # noqa: F401 - a fixture
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
-from bridge_fgo.memory.storage_slab import StorageSlab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
-
-
-def weights_of(me):
-    return [param.detach().clone() for ddp in me.training.model for param in ddp.parameters()]
-
-
-def assert_weights(me, expected):
-    assert all(torch.equal(one, other) for one, other in zip(weights_of(me), expected, strict=True))
-
-
-IN_FLIGHT = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-CASES = {
-    "dense": ({}, None, False),
-    "experts": ({"experts": True}, None, False),
-    "frozen base": ({"frozen": True}, None, False),
-    "chunks, collectives in flight": (
-        {"chunks": 2, "overlap_grad_reduce": True, "overlap_param_gather": True},
-        None,
-        0,
-    ),
-    "fp32": ({"precision": "fp32_params"}, None, False),
-    "no DistributedOptimizer": ({"distributed": False}, None, False),
-    "packed": ({}, PACKED, False),
-    "flag, packed": ({}, PACKED, True),
-    "flag, whole": ({}, WHOLE, True),
-}
-SLOW = {"experts", "fp32", "no DistributedOptimizer", "flag, whole"}
-CASES = [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()]
-
-
-@pytest.mark.parametrize(("changes", "config", "flag"), CASES)
-def test_a_training_that_swaps_awake_and_asleep_is_bitwise_one_that_does_not(sleeper, changes, config, flag):
-    with bridge_fgo.install(config) if flag else contextlib.nullcontext():
-        me = sleeper(1, config=None if flag else config, offload=bool(flag), **changes)
-        me.res.keep("first")
-        first = weights_of(me)
-        for away in ((), ("params",), ("params", "optimizer"), KINDS, ("optimizer",)):
-            me.train()
-            own = weights_of(me)
-            me.res.keep("newest")
-            me.res.offload(away)
-            before = me.res.away
-            for name, expected in (("first", first), ("newest", own), ("first", first)):
-                with me.res.weights(name):
-                    assert_weights(me, expected)
-                assert me.res.away == before and set(me.gone()) == set(away) - (set() if away else before)
-            me.res.reload()
-            assert_weights(me, own)
-        me.train()
-        me.res.close()
-        me.changes = changes
-        me.assert_as_resident()
 
 
 def test_a_swap_copies_what_has_changed_and_what_a_sleep_has_copied_not_again(sleeper):
     me = sleeper()
     nbytes = me.weights_bytes
-    assert me.res.keep("ref").copied == nbytes and me.res.keep("ref").copied == 0
-    with me.res.weights("ref") as moved:
+    assert me.keep("ref").copied == nbytes and me.keep("ref").copied == 0
+    with me.swap("ref") as moved:
         assert moved.copied == 0, "they are the model's own"
     me.train()
     for copied in (2 * nbytes, nbytes):  # the model's own out, once, and the others in
-        with me.res.weights("ref") as moved:
+        with me.swap("ref") as moved:
             assert moved.copied == copied
-    assert me.res.offload("params").copied == 0
-    with me.res.weights("ref") as moved:
-        assert moved.copied == nbytes and me.gone() == set()
+    assert me.offload("params").copied == 0
+    with me.swap("ref") as moved:
+        assert moved.copied == nbytes
     assert me.gone() == {"params"}
-    me.res.offload()
-    me.res.reload()
-    me.train()
-    me.assert_as_resident()
-
-
-def test_masters_keep_weights_that_have_never_crossed_while_others_are_in_their_place(sleeper):
-    me = sleeper()
-    me.res.keep("ref")
-    me.train()
-    own = weights_of(me)
-    assert me.res.offload().copied_by_kind["params"] == 0
-    with me.res.weights("ref") as moved:
-        assert moved.copied == me.weights_bytes
-    assert me.res.away == set(KINDS)
-    me.res.reload()
-    assert_weights(me, own)
+    me.offload()
+    me.end()
 
 
 def test_masters_that_are_written_in_the_block_change_no_weight_of_the_models_own(sleeper):
     with bridge_fgo.install(WHOLE):
         me = sleeper()
         me.res.serve_states()
-        me.res.keep("ref")
+        me.keep("ref")
         me.train()
-        own = weights_of(me)
-        me.res.offload()
-        with me.res.weights("ref"):
-            for master in (m for group in me.leaf.shard_fp32_from_float16_groups for m in group):
-                master.mul_(2)
-        me.res.reload()
-        assert_weights(me, own)
+        me.offload()
+        with me.swap("ref"):
+            me.write_by(double_masters)
+        me.reload()
+        me.end()
 
 
 def test_of_a_frozen_base_nothing_crosses_and_a_choice_keeps_no_host_memory_for_it(sleeper):
     me = sleeper(frozen=True)
-    me.res.keep("all")
-    me.res.keep("adapters", where=lambda name, param: param.requires_grad)
+    me.keep("all")
+    me.keep("adapters", where=trained)
     hosts = {name: sum(h.tensor.numel() for h in kept.hosts.values()) for name, kept in me.res._sets.by_name.items()}
     assert hosts["adapters"] == me.weights_bytes < hosts["all"]
-    own = weights_of(me)
     me.train()
     for name in hosts:
-        with me.res.weights(name) as moved:
+        with me.swap(name) as moved:
             assert 0 < moved.copied <= 2 * me.weights_bytes
-            assert_weights(me, own)
-    me.assert_as_resident()
+    me.end()
 
 
 def test_kept_weights_may_be_kept_under_another_name_and_dropped(sleeper):
     me = sleeper()
-    me.res.keep("rollout")
-    old = weights_of(me)
+    me.keep("rollout")
     me.train()
-    with me.res.weights("rollout"):
-        me.res.keep("old")
-    me.res.keep("rollout")
+    with me.swap("rollout"):
+        me.keep("old")
+    me.keep("rollout")
     me.res.drop("nothing")
-    new = weights_of(me)
     me.train()
-    for name, expected in (("old", old), ("rollout", new)):
-        with me.res.weights(name):
-            assert_weights(me, expected)
+    for name in ("old", "rollout"):
+        with me.swap(name):
+            pass
     me.res.drop("old")
     with pytest.raises(ValueError, match=r"weights\('old'\): kept are \['rollout'\]; call keep\('old'\) first"):
         me.res.weights("old").__enter__()
@@ -181,8 +104,7 @@ def test_the_block_has_no_gradients_and_training_and_other_verbs_in_it_are_refus
                 act()
         with torch.enable_grad(), pytest.raises(RuntimeError, match=r"training in the block of .*'ref'.* gradients"):
             me.ddp(None)
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 def test_a_backward_of_an_earlier_forward_is_refused_in_the_block_and_right_afterwards():
@@ -208,54 +130,7 @@ def test_a_swap_between_a_backward_and_its_update_is_refused(sleeper):
     me.ddp.zero_grad_buffer()
     with me.res.weights("ref"):
         pass
-    me.train()
-    me.assert_as_resident()
-
-
-@pytest.mark.parametrize("away", [(), ("params",), KINDS])
-def test_after_an_error_in_the_block_a_reload_brings_the_models_own_and_training_goes_on(sleeper, away):
-    me = sleeper(experts=True)
-    me.res.keep("ref")
-    me.train()
-    own = weights_of(me)
-    me.res.offload(away)
-    with pytest.raises(ZeroDivisionError) as caught, me.res.weights("ref"):
-        _ = 1 / 0
-    assert me.res.away == {"params", *away}
-    notes = ["bridge_fgo: 'params' stay off the GPU after this error: call reload() on every rank"]
-    assert getattr(caught.value, "__notes__", []) == ([] if away else notes)
-    me.res.reload()
-    assert_weights(me, own)
-    me.train()
-    me.assert_as_resident()
-
-
-def test_after_an_error_weights_that_were_written_while_masters_were_away_are_not_rounded_from_these(sleeper):
-    me = sleeper()
-    me.res.keep("ref")
-    me.res.offload("optimizer")
-    me.weight.data.add_(1)
-    own = weights_of(me)
-    with pytest.raises(ZeroDivisionError), me.res.weights("ref"):
-        _ = 1 / 0
-    me.res.reload()
-    assert_weights(me, own)
-
-
-@pytest.mark.parametrize("where", ["fill", "copy_in", "copy_out"])
-def test_after_a_swap_that_failed_half_way_a_reload_brings_the_models_own(sleeper, monkeypatch, where):
-    me = sleeper(experts=True)  # several buffers
-    me.res.keep("ref")
-    me.train()
-    own = weights_of(me)
-    me.res.offload("params" if where == "fill" else ())
-    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        fail(patch, StorageSlab, where, error=torch.OutOfMemoryError)
-        me.res.weights("ref").__enter__()
-    me.res.reload()
-    assert_weights(me, own)
-    me.train()
-    me.assert_as_resident()
+    me.end()
 
 
 @pytest.mark.usefixtures("mcore_knows_them")
@@ -273,14 +148,13 @@ def test_fp8_parameters_and_a_history_of_amax_are_refused_by_name(sleeper):
 def test_a_limit_of_host_memory_counts_what_is_kept_and_what_is_dropped_makes_room(sleeper):
     me = sleeper()
     nbytes = me.weights_bytes
-    me._res = residency(me.training, host_memory_limit_gib=8.5 * nbytes / 2**30)  # 6 of states, 1 of the model's own
+    me.make(host_memory_limit_gib=8.5 * nbytes / GIB)  # 6 of states, 1 of the model's own
     me.res.keep("ref")
     with pytest.raises(ValueError, match=r"keep\('old'\) takes .*host_memory_limit_gib leaves .*higher limit"):
         me.res.keep("old")
     me.res.drop("ref")
     me.res.keep("old")
-    me._res.close()
-    me._res = residency(me.training, host_memory_limit_gib=5000 / 2**30)
+    me.make(host_memory_limit_gib=5000 / GIB)
     with pytest.raises(ValueError, match="beside that of all parameters"):
         me.res.keep("ref")
 
