@@ -156,14 +156,14 @@ def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured:
 def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[..., dict[str, Any]]:
     """Make what a rank does after each step, if `job.offload` says so, a function of `run_ranks`, which returns `seen`.
 
-    It takes also the options of the training, and the arguments of each rank's Residency; CONFIG is a default.
+    It takes also the options of the training, and the arguments of each rank's Residency.
     """
 
     @functools.wraps(act)
     def run_rank(rank: int, job: Job, changes: dict | None = None, own: Sequence[dict] = ()) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         with Rank(CpuOptions(**changes or {}), rank, job) as run:
-            how = {"config": CONFIG} | (own[rank] if own else {})
+            how = own[rank] if own else {}
             res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
             for _ in range(job.steps):
                 step(run, seen)

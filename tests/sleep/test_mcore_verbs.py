@@ -6,14 +6,13 @@ import weakref
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, buffers, fail, note, precision_aware, residency
+from sleeping import SEVERAL_SLABS, buffers, note, precision_aware, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
 from bridge_fgo.bridge.session import attach
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import attachment_of
-from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import upstream
 from bridge_fgo.sleep.states import STATES, movable_optimizers
@@ -150,16 +149,13 @@ def test_a_step_and_a_save_find_states_that_mcores_verb_has_sent_away(sleeper):
 
 
 @pytest.mark.parametrize("where", ["copy_out", "release"])
-def test_after_a_verb_that_failed_half_way_a_step_finds_its_states_and_the_next_sleep_the_new(
-    sleeper, monkeypatch, where
-):
+def test_after_a_verb_that_failed_half_way_a_step_finds_its_states_and_the_next_sleep_the_new(sleeper, where):
     me = sleeper(**SEVERAL_SLABS)
     (leaf,) = movable_optimizers(me.training.optimizer)
     upstream.offload_states(leaf, OffloadConfig(slab_bytes=2**20), math.inf)
     upstream.restore_states(leaf)
     me.train()
-    with monkeypatch.context() as patch, pytest.raises(StillShared):
-        fail(patch, type(vars(leaf)[STATES].engine.schedule.transfers), where)
+    with me.failing(type(vars(leaf)[STATES].engine.schedule.transfers), where):
         me.training.optimizer.offload_to_cpu()
     for _ in range(2):
         me.train()

@@ -129,7 +129,7 @@ WHERE = st.sampled_from([None, frozen, trained, frozen_in_a_layer, experts])
 CALLS = st.one_of(
     st.tuples(st.sampled_from(["offload", "reload", "only", "error"]), KIND_SETS, WHERE),
     st.tuples(st.sampled_from(["offload", "keep gradients"]), KIND_SETS, st.none()),
-    st.tuples(st.sampled_from(["step", "keep", "swap", "write", "read", "make", "swap and error"])),
+    st.tuples(st.sampled_from(["step", "keep", "swap", "write", "read", "make", "swap and error", "checkpointing"])),
 )
 """Verbs, the kinds that they move, and which parameters of these."""
 
@@ -161,6 +161,10 @@ def call(me, verb, kinds=(), where=None):
         me.write(len(me.writes))
     elif verb == "read" and me.names_away() == me.names():
         me.read_asleep()
+    elif verb == "checkpointing":
+        with me.as_before(), me.res.checkpointing():
+            me.check()
+            assert "params" not in me.res.away
     elif verb == "make":
         me.make(**me.how)
 

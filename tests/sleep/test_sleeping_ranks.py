@@ -45,7 +45,7 @@ def test_a_buffer_for_which_one_rank_alone_asks_is_reloaded_on_both_which_the_ot
 
 def test_ranks_keep_to_the_least_limit_of_host_memory_that_any_is_given(tmp_path):
     limits = [1e-3, 2e-4]
-    own = [{"host_memory_limit_gib": limit} for limit in limits]
+    own = [{"config": rank_child.CONFIG, "host_memory_limit_gib": limit} for limit in limits]
     for mine in run_both(tmp_path, rank_child.sleep_within, changes={"experts": True}, own=own)[0]:
         assert 0 < mine["taken"] <= limits[1] * 2**30 and mine["stays"] > 0
 
