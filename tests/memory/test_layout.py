@@ -51,8 +51,9 @@ def test_selection_reaches_the_share_and_not_a_bundle_more(nbytes, fraction):
     assert all(nbytes[i] > 0 for i in taken)
 
 
-def test_fraction_one_takes_every_bundle_with_bytes():
+def test_fraction_one_takes_every_bundle_with_bytes_and_what_is_the_share_exactly_is_enough():
     assert select([3, 0, 5], 1.0) == [0, 2]
+    assert select([5, 5], 0.5) == [0]
 
 
 def master_of(param):

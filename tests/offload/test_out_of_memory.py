@@ -72,12 +72,6 @@ def test_another_error_than_a_lack_of_memory_comes_out_ahead_of_time_too(monkeyp
     assert refused.call_count == 1 and not training.schedule.recorder.in_step
 
 
-def test_what_comes_at_the_end_of_the_pass_and_in_the_step_may_come_later(run_out, training):
-    run_out(ahead_of_time(training))
-    training.step()
-    assert training.engine.failed_fetches == 1
-
-
 def test_what_stays_comes_back_in_the_step_where_there_was_no_memory_before(run_out):
     training = trained(2, layer=WHOLE // 2, budget=3 * WHOLE)
     assert training.staying
