@@ -209,7 +209,6 @@ class NativeEngine(CheckpointingEngine):
             send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
         self.masters.are_here(coming)  # they had come back, and left anew
         self.schedule.begin_pass(is_like_others)
-        self.masters.decide()
         self.masters.leave(self.sources)
 
     @override
