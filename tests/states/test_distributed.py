@@ -126,6 +126,23 @@ def test_a_state_that_is_larger_or_smaller_than_was_planned_is_refused(other):
 # Its step, and its copy to the model.
 
 
+def with_native_weight(optimizer):
+    """Give it an fp32 parameter of the model's, which its copy to the model takes too."""
+    shard, model = torch.full((4,), 7.0), torch.zeros(4)
+    optimizer.shard_fp32_groups, optimizer.model_fp32_groups = [[shard]], [[model]]
+    masters_only = optimizer._copy_main_params_to_model_params
+
+    def copy_all():
+        masters_only()
+        for shards, models in zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True):
+            for one, of_model in zip(shards, models, strict=True):
+                of_model.copy_(one)
+                optimizer.copied.append(id(one))
+
+    optimizer._copy_main_params_to_model_params = copy_all
+    return shard, model
+
+
 class FakePart:
     """What a source sees of a part: whose states, and whether they are copied to the model."""
 
@@ -235,6 +252,27 @@ def test_it_tells_while_it_copies_a_part_and_a_copy_that_fails_leaves_the_lists_
     assert [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups] == lists
     assert (written(source), part.noted) == (frozenset(), 0)
     assert "step" not in vars(optimizer.optimizer)
+
+
+def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters_and_all_outside_of_a_step():
+    optimizer, source = made()
+    native, of_model = with_native_weight(optimizer)
+    masters = masters_of(optimizer)
+    lists = dict(vars(optimizer))
+
+    def run():
+        source.step(None)
+        source.step(FakePart(masters[:2]))
+        assert sorted(optimizer.copied) == sorted(map(id, masters[:2]))
+        assert not of_model.any(), "native fp32 parameters are no masters"
+
+    with source.stepping(run, {id(m): None for m in masters}):
+        optimizer.optimizer.step()
+        assert copied_by_all(optimizer, source) == [*(id(m) for m in masters[2:]), id(native)]
+    assert torch.equal(of_model, native)
+    assert {name: vars(optimizer)[name] for name in lists} == lists, "its own lists are back"
+    assert written(source) == frozenset()
+    assert copied_by_all(optimizer, source) == [*map(id, masters), id(native)]
 
 
 # The weights that masters are rounded to.
