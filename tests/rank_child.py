@@ -251,30 +251,6 @@ def _error(act: Callable[[], object], or_none: bool = False) -> str:
     return ""
 
 
-def save_and_load(rank: int, job: Job) -> dict[str, Any]:
-    """Run as a rank of a training that is saved, steps once more, loads what was saved, and trains on.
-
-    Saved and loaded asleep where `job.offload` says so.
-    """
-    keep_results_of_saves()
-    fused_adam.have_mcore_take_it(setattr)
-    folder, seen = job.folder / "saved", {}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer)
-        for act in (lambda: save(run, folder), lambda: load(run, folder), lambda: None):
-            for _ in range(job.steps):
-                step(run, seen)
-            if not job.offload:
-                act()
-                continue
-            res.offload()
-            with res.checkpointing():
-                act()
-            assert res.away == {"params", "grads", "optimizer"} and run.live_state_bytes() == 0
-            res.reload()
-        return gathered(run, seen)
-
-
 def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
     """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps."""
     seen: dict[str, Any] = {}

@@ -2,9 +2,7 @@
 
 import contextlib
 
-import children
 import pytest
-import rank_child
 import torch
 from both import PACKED, numbers
 from cpu_training import CpuTraining
@@ -136,14 +134,3 @@ def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_
     me.res.offload("optimizer")
     me.res.reload()
     assert torch.equal(moment, torch.full_like(moment, 3.0))
-
-
-@pytest.mark.slow
-def test_two_ranks_save_asleep_what_they_save_awake_and_load_it_asleep(tmp_path):
-    awake, asleep = (
-        children.run_ranks(rank_child.save_and_load, rank_child.Job(tmp_path / str(sleeps), 2, sleeps, None))
-        for sleeps in (False, True)
-    )
-    assert_same_shards(tmp_path / "True/saved", tmp_path / "False/saved")
-    for mine, theirs in zip(asleep, awake, strict=True):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]

@@ -135,19 +135,28 @@ CALLS = st.one_of(
 
 
 def call(me, verb, kinds=(), where=None):
-    """Make a call, if it can be made; the `Sleeper` checks it."""
+    """Make a call, if it can be made; what was asked for moves, and nothing else, and the `Sleeper` checks it."""
     if where is not None and not ("params" in kinds and me.names(where)):
         return
+    chosen, others = me.names(where) if "params" in kinds else set(), set(kinds) - {"params"}
+    names, away = me.names_away(), me.res.away - {"params"}
     if verb == "step" and len(me.seen) < 5:
         me.reload()
         me.train()
     elif verb in ("offload", "keep gradients"):
         me.offload(kinds, where=where, grads="drop" if verb == "offload" else "keep")
+        assert me.names_away() == names | chosen & me.movable_names
+        assert me.res.away - {"params"} == away | others & me.movable
     elif verb == "reload":
+        needed = me.names(trained) if me.lacks_masters and "optimizer" in kinds else set()
         me.reload(kinds, where=where)
+        assert me.names_away() == names - chosen - needed
+        assert me.res.away - {"params"} == away - others
     elif verb == "only":
         with me.only(kinds, where=where):
-            pass
+            assert me.names_away().isdisjoint(chosen) and me.res.away.isdisjoint(others)
+            assert me.names_away() >= me.movable_names - chosen - me.names(trained)  # those may be needed
+            assert me.res.away >= me.movable - others - {"params"}
     elif verb == "error":
         error_in_a_block(me, *kinds, where=where)
     elif verb == "keep" and "params" not in me.res.away:
@@ -199,6 +208,7 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
 
             if share is None:
                 patch.setattr(me.training.optimizer, "step", sleep_first)
+                me.movable_names, me.movable = me.names(), set(KINDS)
                 for each in calls:
                     call(me, *each)
             else:
@@ -211,6 +221,7 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
                     assert (me.res._unhosted == 0) == (share >= 1) and (me.res._unhosted < held or share < 0.2)
                     me.offload()
                     assert me.weights_here() + me.states_bytes() == me.res._unhosted
+                    me.movable_names, me.movable = me.names_away(), me.res.away
                     for each in [each for each in calls if each[0] not in ("keep gradients", "keep", "make")]:
                         call(me, *each)
                 assert sum(taken) <= limit
