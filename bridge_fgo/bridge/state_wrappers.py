@@ -25,6 +25,7 @@ from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import gradients_of
+from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups
@@ -92,13 +93,14 @@ def reads_states(call: Call) -> Any:
         return call()
 
 
-@reading
-def reads_masters(call: Call) -> Any:
-    """Make the masters readable first."""
-    if not call.is_checkpointing:
-        call.engine.require_readable(call.source, masters_only=True)
-    with own():  # in each pass, before the forward: masters that are on their way out are read, not touched
-        return call()
+def reads_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Make the masters readable first, under any engine: in each pass they are read beside their copies out."""
+    if (to := attachment_of(instance)) is None:
+        return wrapped(*args, **kwargs)
+    if not (isinstance(to.engine, NativeEngine) and to.engine.is_checkpointing(to.source)):
+        to.engine.require_readable(to.source, masters_only=True)
+    with own():  # a touch would give the copies up
+        return wrapped(*args, **kwargs)
 
 
 def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -87,10 +87,10 @@ class WeightSets:
                 tally.copy("params", slab.copy_changed(own[slab]))
                 slab.is_on_host = True
             else:
-                slab.fill(zeroed=True)
                 self._filled.add(slab)
             slab.holds_another = True
             self._swapped.append(slab)
+            slab.fill(zeroed=True)  # noted before: where it fails half-way, `give_up` releases it
             if slab in kept.hosts:
                 tally.copy("params", slab.copy_in(kept.hosts[slab]))
         self._put(kept.buffers)

@@ -132,13 +132,13 @@ def enter(context):
         pass
 
 
-def patched(name):
+def patched(name, act=lambda: None):
     """Return a function that calls a method of an engine's optimizer as the table of patches has it called."""
 
     def call(engine, source):
         setattr(source.optimizer, ATTACHED, Attachment(engine, source))
         (wrapper,) = (wrapper for names, wrapper, *_ in OF_DISTRIBUTED if name in names)
-        assert wrapper(lambda: name, source.optimizer, (), {}) == name
+        assert wrapper(lambda: [act(), name], source.optimizer, (), {})[1] == name
 
     return call
 
@@ -248,6 +248,14 @@ def test_states_that_were_written_on_their_way_out_are_not_released(optimizer, w
     WRITERS[who](engine, *engine.sources)
     engine.release()
     assert optimizer.events == ["offload"]
+
+
+def test_masters_that_are_read_in_each_pass_beside_their_copies_out_are_released(optimizer):
+    engine = engine_of(optimizer)
+    engine.begin_pass()
+    patched("_copy_main_params_to_param_buffer", lambda: masters_of(optimizer)[0] + 1)(engine, *engine.sources)
+    engine.release()
+    assert optimizer.events == ["offload", "release"]
 
 
 def test_of_two_optimizers_a_writer_brings_back_its_own(optimizer):
