@@ -642,6 +642,8 @@ FAULTS = {
     "weights' memory": (StorageSlab, "fill", NO_MEMORY, KINDS, lambda me: me.res.reload("params")),
     "gradients' memory": (StorageSlab, "fill", NO_MEMORY, KINDS, lambda me: me.res.reload("grads")),
     "a swap's memory": (StorageSlab, "fill", NO_MEMORY, ("params",), begin_swap),
+    "weights' zeros": (torch.Tensor, "zero_", NO_MEMORY, KINDS, lambda me: me.res.reload("params")),
+    "a swap's zeros": (torch.Tensor, "zero_", NO_MEMORY, ("params",), begin_swap),
     "a swap's copy in": (StorageSlab, "copy_in", NO_MEMORY, (), begin_swap),
     "a swap's copy out": (StorageSlab, "copy_out", NO_MEMORY, (), begin_swap),
 }
