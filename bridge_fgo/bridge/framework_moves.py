@@ -219,7 +219,7 @@ def _verl_offload_model(_: Any, models: Any) -> Move:
 
 
 def _verl_load_model(_: Any, models: Any, load_grad: bool, load_frozen_params: bool) -> Move:
-    # verl's own leaves frozen parameters of DDP's models alone, and loads other models whole.
+    # verl's own leaves frozen parameters of DDP's models alone, but loads DDP's buffers, and other models, whole.
     is_whole = load_frozen_params or not _has_ddp(_chunks(models))
     return Move(False, _kinds(params=True, grads=load_grad), models, trained_alone=not is_whole)
 

@@ -96,7 +96,7 @@ class Residency:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
         optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
         config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
-            it says otherwise.
+            it says otherwise. A setting that would have no effect is refused.
         host_memory_limit_gib: the most host memory in GiB that a rank takes here, page-locked or not; the least that
             any rank is given counts. What does not fit stays on the GPU for good: a line on rank 0 and `Moved.stays`
             say how much. None has no limit but what the host has.
@@ -127,7 +127,7 @@ class Residency:
         self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._chunks, told = told_by_ranks(
-            lambda: (_accepted(model, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
+            lambda: (_accepted(model, optimizer, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
         )
         limit = min(each for each, _ in told)
         self._suspends_nccl = nccl is not None
@@ -456,8 +456,13 @@ class Residency:
         return self._reload(lambda: self._asked(kinds, more, where))
 
     def reload_trained(self, kinds: Kinds) -> Moved:
-        """Do as `reload`, of "params" with those that train; that none do on any rank is no error."""
-        return self._reload(lambda: self._asked(kinds, (), lambda _, param: param.requires_grad)._replace(finds=True))
+        """Do as `reload`, of "params" with DDP's buffers, whole, and of other parameters with those that train."""
+
+        def asked() -> Asked:
+            given, trained = self._asked(kinds, (), None), self._weights.trained
+            return given._replace(units=[unit for unit in given.units if unit.kind != "params" or unit in trained])
+
+        return self._reload(asked)
 
     @_verb
     def _reload(self, asked: Callable[[], Asked]) -> Moved:
@@ -1021,26 +1026,14 @@ def _limit_bytes(gib: float | None) -> float:
 
 
 def _accepted(
-    model: torch.nn.Module | Sequence[torch.nn.Module], config: OffloadConfig | None
+    model: torch.nn.Module | Sequence[torch.nn.Module], optimizer: Any, config: OffloadConfig | None
 ) -> list[torch.nn.Module]:
     """Return the chunks of a model, or raise ValueError where they, or the settings, are refused."""
     chunks = _chunks_of(model)
     refuse_models(chunks)
-    if config is not None and config.engine == "mcore":
-        raise ValueError(
-            "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
-            "steps; use engine='native'"
-        )
-    if config is not None and config.gradients:
-        raise ValueError(
-            f"Residency(config=OffloadConfig(gradients={config.gradients!r})): gradients are managed in Bridge's "
-            "train_step alone; set it to False, or set optimizer.offload_optimizer_states and leave config out"
-        )
+    if config is not None:
+        _refuse_settings(config, moves_states=optimizer is not None)
     if config is not None and config.activation_waits:
-        if not is_installed():
-            raise ValueError(
-                "Residency(config=OffloadConfig(activation_waits=True)): call bridge_fgo.install() first, for its waits"
-            )
         activation_offload.refuse_unwaited(getattr(chunks[0], "config", None))
         activation_offload.add_waits()
     if Residency.of(chunks) is not None:
@@ -1049,3 +1042,35 @@ def _accepted(
             "it, close() ends it"
         )
     return chunks
+
+
+def _refuse_settings(config: OffloadConfig, moves_states: bool) -> None:
+    """Raise ValueError where a setting would have no effect in a Residency; `attached_engine` refuses others."""
+    if config.engine == "mcore":
+        raise ValueError(
+            "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
+            "steps; use engine='native'"
+        )
+    if config.gradients:
+        raise ValueError(
+            f"Residency(config=OffloadConfig(gradients={config.gradients!r})): gradients are managed in Bridge's "
+            "train_step alone; set it to False, or set optimizer.offload_optimizer_states and leave config out"
+        )
+    if config.measure:
+        raise ValueError(
+            "Residency(config=OffloadConfig(measure=True)): Bridge's train_step alone logs peaks without the offload; "
+            "set it to False, and read the peaks of training_step() from bridge_fgo.stats()"
+        )
+    lost = [each for each in config.native_only_settings() if not each.startswith("pin_memory=")]
+    if lost and not moves_states:
+        raise ValueError(
+            f"Residency(config=OffloadConfig({', '.join(lost)})) with optimizer=None: there are no states to offload; "
+            "leave it out, or give Residency the optimizer"
+        )
+    needs = {"activation_waits": config.activation_waits, "gpu_memory_budget_gib": config.gpu_memory_budget_gib}
+    for name, value in needs.items():
+        if value and not is_installed():
+            raise ValueError(
+                f"Residency(config=OffloadConfig({name}={value!r})): call bridge_fgo.install() first, without which it "
+                "has no effect"
+            )

@@ -265,6 +265,15 @@ class Session:
             yield
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the flag takes; of that for a Residency's states it takes none."""
+        if self._owner is not None:
+            return 0
+        states = self.engine.host_bytes if isinstance(self.engine, NativeEngine) else self.engine.pinned_bytes
+        buckets = () if self.gradients is None else self.gradients.buckets
+        return states + sum(bucket.nbytes for bucket in buckets if bucket.has_host)
+
+    @property
     def is_lost(self) -> bool:
         """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
         return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it

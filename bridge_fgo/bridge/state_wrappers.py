@@ -19,10 +19,11 @@ import torch
 
 from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
-from bridge_fgo.bridge.framework_names import host_memory_limit_gib
+from bridge_fgo.bridge.framework_names import LIMIT, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, reading, served
 from bridge_fgo.bridge.session import active_session, all_sessions
 from bridge_fgo.bridge.settings import installed_config, settings_of
+from bridge_fgo.config import readable
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.engines.native import NativeEngine
@@ -439,9 +440,20 @@ def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _host_bytes() -> float:
-    """Return the most host memory that mcore's verbs may take together, by the environment."""
-    gib = host_memory_limit_gib()
-    return math.inf if gib is None else gib * 2**30
+    """Return the most host memory in bytes that mcore's verbs may take together: what the flag leaves of the limit.
+
+    Raises:
+        ValueError: the flag takes more than the environment allows.
+    """
+    if (gib := host_memory_limit_gib()) is None:
+        return math.inf
+    room = gib * 2**30 - (taken := sum(session.host_bytes for session in all_sessions()))
+    if room < 0:
+        raise ValueError(
+            f"the environment variable {LIMIT}={gib:g}: optimizer.{FLAG}=True has {readable(taken)} of host memory "
+            "already: raise the limit, or lower OffloadConfig.fraction"
+        )
+    return room
 
 
 def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:

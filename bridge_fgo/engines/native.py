@@ -132,6 +132,11 @@ class NativeEngine(CheckpointingEngine):
         return sum(slab.pinned_bytes for slab in self.slabs)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the slabs, page-locked or not, with second buffers of background saves."""
+        return sum(slab.nbytes * (1 if slab.spare is None else 2) for slab in self.slabs)
+
+    @property
     @override
     def held_budget_bytes(self) -> int | None:
         return self.config.gpu_memory_budget_bytes if self.schedule.is_planned else None

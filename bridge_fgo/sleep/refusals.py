@@ -196,9 +196,10 @@ def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> 
             f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
             "OffloadConfig(engine='native')"
         )
-    if config is not None:
+    in_force = engine.config.native_only_settings()
+    if lost := [each for each in config.native_only_settings() if each not in in_force] if config is not None else []:
         raise ValueError(
-            f"Residency(config={config!r}): the engine that is attached to the optimizer has settings of its own; "
-            "leave config out, and give the settings to bridge_fgo.install"
+            f"Residency(config=OffloadConfig({', '.join(lost)})): the engine that is attached to the optimizer has "
+            "settings of its own; leave config out, and give the settings to bridge_fgo.install"
         )
     return engine

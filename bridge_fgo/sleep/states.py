@@ -137,7 +137,7 @@ class OptimizerStates:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the engine has for its slabs."""
-        return sum(slab.nbytes for slab in self.engine.slabs)
+        return self.engine.host_bytes
 
     @property
     def unmade_bytes(self) -> int:

@@ -219,7 +219,8 @@ class Weights:
 
         all_are_frozen: whether no optimizer updates those outside of DDP's buffers.
         """
-        frozen = [s for s in self._others if all_are_frozen or not any(param.requires_grad for _, param in s.params)]
+        trained = set() if all_are_frozen else self.trained
+        frozen = [slab for slab in self._others if slab not in trained]
         for slab in frozen:
             slab.folder = folder
         return sum(slab.nbytes for slab in frozen)
@@ -237,6 +238,11 @@ class Weights:
             raise ValueError(f"where={where!r}: give a function of a parameter's name and the parameter")
         slabs = [slab for slab in self.slabs if slab.matches(where)]
         return slabs, bool(slabs) or any(slab.matches(where) for slab in self._staying)
+
+    @property
+    def trained(self) -> set[WeightSlab]:
+        """DDP's buffers, also where all their parameters were frozen since, and others with a parameter that trains."""
+        return {*self._of_buffers, *(s for s in self._others if any(param.requires_grad for _, param in s.params))}
 
     @property
     def unhosted_bytes(self) -> int:

@@ -471,14 +471,30 @@ def test_frozen_parameters_stay_away_where_the_adapters_alone_are_synced(asleep)
     me.end()
 
 
-def test_where_nothing_trains_no_parameters_are_loaded_without_the_frozen_ones(asleep):
-    me, utils, res = asleep()
-    me.ddp.requires_grad_(False)
+@pytest.mark.parametrize("name", ["", "layers.0"], ids=["all of it", "a part of it"])
+def test_parameters_that_were_frozen_after_ddp_was_built_are_loaded_with_its_buffer_as_verls_own_does(asleep, name):
+    me, utils, res = asleep(frozen=True)
+    base = me.names(frozen)
+    for each, param in me.ddp.named_parameters():
+        if name in each:
+            param.requires_grad_(False)
+    assert base < me.names(frozen)
     utils.offload_megatron_model_to_cpu(me.training.model)
     utils.load_megatron_model_to_gpu(me.training.model, load_frozen_params=False)
-    assert res.away == {"params"}
+    assert me.names_away() == base and res.away == {"params"}
     utils.load_megatron_model_to_gpu(me.training.model)
     assert not res.away
+    me.check()
+
+
+def test_where_nothing_has_ever_trained_no_parameters_are_loaded_without_the_frozen_ones(modules, sleeper):
+    bridge_fgo.install(frameworks="verl")
+    me, utils = sleeper(0, frozen_stage=0), importlib.import_module(UTILS)
+    utils.offload_megatron_model_to_cpu(me.training.model)
+    for loads_frozen in (False, True):
+        utils.load_megatron_model_to_gpu(me.training.model, load_frozen_params=loads_frozen)
+        assert me.names_away() == (set() if loads_frozen else me.names())
+    me.check()
 
 
 def test_a_copy_of_a_sleeping_or_partly_loaded_model_is_its_parameters_and_may_be_restored_asleep(asleep):

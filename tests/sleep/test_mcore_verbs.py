@@ -3,10 +3,11 @@
 import math
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, buffers, note, precision_aware, residency
+from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, note, precision_aware, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
@@ -92,6 +93,36 @@ def test_a_limit_of_host_memory_in_the_environment_is_kept_by_all_of_them_and_wh
     monkeypatch.setenv(LIMIT, "64 GiB")
     with pytest.raises(ValueError, match=f"{LIMIT}='64 GiB': use a number of GiB above 0"):
         me.training.optimizer.offload_to_cpu()
+    me.assert_as_resident()
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_the_flag_has_of_host_memory_counts_to_the_limit_and_is_refused_where_it_is_over(
+    sleeper, monkeypatch, gradients
+):
+    monkeypatch.setattr(upstream, "_buffers", weakref.WeakSet())
+    monkeypatch.setattr(upstream, "_states", weakref.WeakSet())
+    bridge_fgo.uninstall()
+    changes = {"overlap_grad_reduce": True, "bucket_size": 20_000, "microbatches": 3}
+    with counted() as mapped:
+        me = sleeper(flag=replace(WHOLE, gradients=gradients), **changes)
+    (buffer,), weights, taken = buffers(me.training), me.weights_bytes, sum(mapped)
+    assert (taken > 6.5 * weights) == gradients
+    for verb in (me.training.optimizer.offload_to_cpu, buffer.offload_to_cpu):
+        monkeypatch.setenv(LIMIT, str((taken - 1) / 2**30))
+        with pytest.raises(ValueError, match=f"{LIMIT}=.*offload_optimizer_states=True has .* already: raise the lim"):
+            verb()
+        assert live(me.training)[0] == weights
+    monkeypatch.setenv(LIMIT, str((taken + weights - 1) / 2**30))
+    with pytest.warns(UserWarning, match="the limit of host memory has no room"):
+        buffer.offload_to_cpu()
+    me.training.optimizer.offload_to_cpu()
+    assert live(me.training)[0] == weights and live(me.training)[2] == 0
+    monkeypatch.setenv(LIMIT, str((taken + weights) / 2**30))
+    buffer.offload_to_cpu()
+    assert live(me.training)[0] == 0
+    buffer.reload_from_cpu()
+    me.train(2)
     me.assert_as_resident()
 
 

@@ -278,6 +278,11 @@ def test_arguments_that_are_something_else_are_refused_with_what_to_pass(trainin
     assert res.away == {"params", "grads"}
 
 
+def test_a_budget_of_training_steps_needs_the_package_to_be_installed(training):
+    with pytest.raises(ValueError, match=r"gpu_memory_budget_gib='auto'\)\): call bridge_fgo\.install\(\) first"):
+        residency(training, config=bridge_fgo.OffloadConfig(gpu_memory_budget_gib="auto"))
+
+
 def buffer_of(training):
     return training.model[0].buffers[0]
 

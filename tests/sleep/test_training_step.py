@@ -1,7 +1,7 @@
 """`Residency.training_step`: a loop on mcore alone trains with its states away, bitwise as one without the context."""
 
 import contextlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import bridge_fgo
 from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.engines.engine import attachment_of
-from bridge_fgo.memory.meters import ACTIVE, ALLOCATED
+from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
 from bridge_fgo.sleep.states import STATES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -228,10 +228,39 @@ def test_what_cannot_drive_a_step_and_settings_that_would_not_count_are_refused_
     alone.close()
     with bridge_fgo.install(bridge_fgo.OffloadConfig(engine="native")):
         me = sleeper(0, flag=bridge_fgo.OffloadConfig(engine="native"))
-        with pytest.raises(ValueError, match="leave config out"):
-            residency(me.training, config=PACKED)
         refused(me.res, ValueError, r"optimizer\.offload_optimizer_states=True: Bridge's train_step")
         me.train()
+
+
+OTHER = {
+    "moments": False, "master_weights": False, "master_remainders": True, "fraction": 0.5, "slab_bytes": 2**21,
+    "piece_bytes": 2**20, "pin_memory": False, "gpu_memory_budget_gib": 1.0, "gradients": "lazy", "measure": True,
+    "activation_waits": True, "engine": "mcore",
+}  # fmt: skip
+"""A value of each setting that is not its default."""
+HONOURED = {  # once the package is installed
+    "an engine of its own": OTHER.keys() - {"gradients", "measure", "engine"},
+    "no optimizer": {"pin_memory", "activation_waits"},
+    "the flag's engine": {"activation_waits"},
+}
+
+
+@pytest.mark.parametrize("case", HONOURED)
+def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkeypatch, case):
+    config = bridge_fgo.OffloadConfig
+    assert {field.name for field in fields(config)} == OTHER.keys()
+    monkeypatch.setattr(PeakMeter, "works", True)
+    monkeypatch.setattr(activation_offload, "_are_added", False)
+    has_flag = case == "the flag's engine"
+    with bridge_fgo.install(WHOLE):
+        me = sleeper(0, flag=WHOLE if has_flag else None)
+        optimizer = None if case == "no optimizer" else me.training.optimizer
+        accepted = [config(), *(config(**{name: OTHER[name]}) for name in HONOURED[case])]
+        for each in [*accepted, WHOLE] if has_flag else accepted:  # defaults are no mistake, nor is what is in force
+            bridge_fgo.Residency(me.training.model, optimizer, each).close()
+        for name in OTHER.keys() - HONOURED[case]:
+            with pytest.raises(ValueError, match=rf"{name}={OTHER[name]!r}\W.*; "):
+                bridge_fgo.Residency(me.training.model, optimizer, config(**{name: OTHER[name]}))
 
 
 def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_steps_and_may_go_in_between(sleeper):
