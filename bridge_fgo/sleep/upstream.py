@@ -116,8 +116,12 @@ class Buffer:
     def reload(self, params: bool, grads: bool) -> None:
         """Reload parameters, and gradients as zeros; what is on the GPU stays as it is."""
         if params and self._weights is not None and self._weights.is_away:
-            self._weights.fill(zeroed=True)
-            self._weights.copy_in()
+            try:
+                self._weights.fill(zeroed=True)
+                self._weights.copy_in()
+            except BaseException:
+                self._weights.empty()  # else a second call would take zeros for weights
+                raise
             self._weights.columnwise.make()
         if grads and self._gradients is not None and self._gradients.is_away:
             self._gradients.reload()

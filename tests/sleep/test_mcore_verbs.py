@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, note, precision_aware, residency
+from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, fail, note, precision_aware, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
@@ -193,6 +193,18 @@ def test_after_a_verb_that_failed_half_way_a_step_finds_its_states_and_the_next_
         me.train()
         me.training.optimizer.offload_to_cpu()
         me.training.optimizer.restore_from_cpu()
+    me.assert_as_resident()
+
+
+def test_parameters_whose_copy_in_failed_are_away_and_the_next_reload_brings_them(sleeper, monkeypatch):
+    me = sleeper()
+    (buffer,) = buffers(me.training)
+    buffer.offload_to_cpu()
+    fail(monkeypatch, StorageSlab, "copy_in", call=1, error=MemoryError)
+    with pytest.raises(MemoryError):
+        buffer.reload_from_cpu()
+    buffer.reload_from_cpu()
+    me.train()
     me.assert_as_resident()
 
 
