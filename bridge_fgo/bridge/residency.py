@@ -1046,6 +1046,8 @@ def _accepted(
 
 def _refuse_settings(config: OffloadConfig, moves_states: bool) -> None:
     """Raise ValueError where a setting would have no effect in a Residency; `attached_engine` refuses others."""
+    if not isinstance(config, OffloadConfig):
+        raise ValueError(f"Residency(config={config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
     if config.engine == "mcore":
         raise ValueError(
             "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "

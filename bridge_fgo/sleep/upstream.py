@@ -3,7 +3,8 @@
 They know one buffer or one optimizer at a time, on this rank alone, and may run no collective. So they copy a buffer
 whole and not its shard; `Residency` moves less.
 
-A limit of host memory is one of the process for all of them: what does not fit stays on the GPU, and a warning says so.
+A limit of host memory is one of the process for all of them, and for what the flag has taken before: what does not fit
+stays on the GPU, and a warning says so.
 """
 
 from __future__ import annotations

@@ -266,6 +266,7 @@ def test_arguments_that_are_something_else_are_refused_with_what_to_pass(trainin
         ((training.model, inner), rf"Residency\(optimizer={type(inner).__name__}\).*get_megatron_optimizer"),
         ((training.model, [training.optimizer]), r"Residency\(optimizer=list\)"),
         ((training.model, config()), r"Residency\(optimizer=OffloadConfig\)"),
+        ((training.model, training.optimizer, 64), r"config=64\): give the settings as bridge_fgo\.OffloadConfig"),
         ((training.model, training.optimizer, config(engine="mcore")), r"engine='mcore'.*engine='native'"),
         ((training.model, fp32), r"use_distributed_optimizer=True.*, or pass optimizer=None"),
         ((ddp.module,), "in a DDP that was not passed"),
