@@ -290,6 +290,14 @@ def test_masters_that_were_copied_in_part_come_back_once_and_are_lent_whole(on_t
     assert packed and not any(slab.is_encoded for slab in packed) and are_lent(training, handed)
 
 
+def test_what_interrupts_a_save_that_lends_comes_out(monkeypatch):
+    training = lending()
+    training.engine.require_writable()
+    monkeypatch.setattr(Transfers, "copy_out", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save(training)
+
+
 def no_memory(training, patch):
     training.engine.use_worker_memory()
     patch.setattr(checkpoints, "free_for_each_rank", lambda: 1000)
