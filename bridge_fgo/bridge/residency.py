@@ -170,6 +170,8 @@ class Residency:
         hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
+        if config is not None and config.activation_waits:
+            activation_offload.add_waits()
 
     def _find_memory(
         self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool, limit: float
@@ -1033,9 +1035,8 @@ def _accepted(
     refuse_models(chunks)
     if config is not None:
         _refuse_settings(config, moves_states=optimizer is not None)
-    if config is not None and config.activation_waits:
-        activation_offload.refuse_unwaited(getattr(chunks[0], "config", None))
-        activation_offload.add_waits()
+        if config.activation_waits:
+            activation_offload.refuse_unwaited(getattr(chunks[0], "config", None))
     if Residency.of(chunks) is not None:
         raise ValueError(
             "the model has a Residency already, or shares parameters with one that has: Residency.of(model) returns "

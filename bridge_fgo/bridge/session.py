@@ -269,9 +269,8 @@ class Session:
         """Bytes of host memory that the flag takes; of that for a Residency's states it takes none."""
         if self._owner is not None:
             return 0
-        states = self.engine.host_bytes if isinstance(self.engine, NativeEngine) else self.engine.pinned_bytes
         buckets = () if self.gradients is None else self.gradients.buckets
-        return states + sum(bucket.nbytes for bucket in buckets if bucket.has_host)
+        return self.engine.host_bytes + sum(bucket.nbytes for bucket in buckets if bucket.has_host)
 
     @property
     def is_lost(self) -> bool:

@@ -132,6 +132,7 @@ class NativeEngine(CheckpointingEngine):
         return sum(slab.pinned_bytes for slab in self.slabs)
 
     @property
+    @override
     def host_bytes(self) -> int:
         """Bytes of host memory for the slabs, page-locked or not, with second buffers of background saves."""
         return sum(slab.nbytes * (1 if slab.spare is None else 2) for slab in self.slabs)

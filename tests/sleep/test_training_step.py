@@ -143,6 +143,8 @@ def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks_and_is_t
     monkeypatch.setattr(activation_offload, "_are_added", False)
     with CpuTraining(options()) as training:
         res = residency(training)
+        with pytest.raises(ValueError, match="has a Residency already"):
+            residency(training, config=bridge_fgo.OffloadConfig(activation_waits=True))
         assert not activation_offload._are_added
         with res.training_step():
             assert activation_offload._are_added
