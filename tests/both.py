@@ -43,7 +43,7 @@ CONFIGURED = {
         "model.recompute_num_layers": 1,
     },
 }
-"""What Bridge's config has otherwise where gradients are summed, kept or made in other ways, by "section.name"."""
+"""Settings of Bridge's config, by "section.name", with which gradients are summed, kept or made in other ways."""
 
 
 @contextlib.contextmanager

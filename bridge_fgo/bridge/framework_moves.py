@@ -62,7 +62,7 @@ class Move(NamedTuple):
     model: Any
     optimizer: Any = None
     trained_alone: bool = False
-    """Of parameters, whether those alone are reloaded that train."""
+    """Whether "params" reloads DDP's buffers, and of the other parameters only those that train."""
     result: Any = None
     """The call returns this."""
     offloads_after: Sequence[Kind] = ()

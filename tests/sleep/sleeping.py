@@ -119,7 +119,7 @@ class Sleeper:
         """Bytes of all parameters in DDP's buffers."""
         return sum(buffer.param_data.nbytes for buffer in buffers(self.training))
 
-    # What is where, by the storages themselves.
+    # Each tensor is looked for by its storage.
 
     def params(self):
         return [param for ddp in self.training.model for param in ddp.parameters()]
@@ -156,7 +156,7 @@ class Sleeper:
         for here, param, own in zip(is_here, self.params(), self.own, strict=True):
             assert not here or torch.equal(param, own)
 
-    # What changes bits.
+    # These verbs change bits.
 
     def train(self, steps=1):
         """Train on, and return what was seen."""

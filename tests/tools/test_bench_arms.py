@@ -115,7 +115,7 @@ ARMS = {
     "fsdp": NATIVE | {"fsdp": "optim"},
     "hybrid": {"offload": "off", "hybrid": True},
 }
-"""Of each arm what tells it from others; no other is of Megatron-FSDP or hybrid."""
+"""Options that set an arm apart. Without "fsdp" it does not use Megatron-FSDP; without "hybrid" it is not hybrid."""
 
 
 def differing(preset="short", names=tuple(ARMS), **how):
@@ -134,7 +134,7 @@ def differing(preset="short", names=tuple(ARMS), **how):
 
 def test_an_arm_has_the_options_that_its_name_and_the_preset_stand_for():
     assert not differing(fsdp="optim")[0]
-    # Where nothing resident fits as it is, resident arms recompute, and offloaded ones do not.
+    # A resident model does not fit: resident arms recompute attention, and offloaded arms recompute nothing.
     different, parsed = differing("tight", fsdp="optim")
     assert not different
     of_attention = {name for name, options in parsed.items() if options["recompute"] == "attention"}

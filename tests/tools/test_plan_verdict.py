@@ -1,4 +1,4 @@
-"""What the plan says first: whether a job fits."""
+"""The plan's first sentence says whether a job fits."""
 
 import json
 from dataclasses import replace

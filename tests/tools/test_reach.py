@@ -1,4 +1,4 @@
-"""What the offload accepts of the configs that Bridge ships: the listing."""
+"""The listing of Bridge's own configs says which of them the offload accepts."""
 
 import re
 import sys

@@ -180,7 +180,7 @@ def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:
         return
     if importlib.util.find_spec("megatron.bridge.training.optimizer_state_offload") is None:
         raise ValueError(
-            "--layer-wise: this Bridge calls no offload of mcore's; apply patches/ to a copy that comes first"
+            "--layer-wise: this Bridge does not use mcore's own offload: apply patches/ to a copy, first in PYTHONPATH"
         )
     optimizer.use_layer_wise_distributed_optimizer = True
     optimizer.chunked_optimizer_state_offload = True  # mcore takes its other flag for Adam alone

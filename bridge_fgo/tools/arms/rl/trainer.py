@@ -249,7 +249,7 @@ class Sampler:
             with torch.random.fork_rng(devices), self._mode.active():
                 requests: Any = self._engine.generate(prompts, sampling_params=self._sampling)
         finally:
-            # What is cached in inference mode may not be used in training: autograd refuses such tensors.
+            # Autograd refuses tensors that were made in inference mode: training must not find these in a cache.
             _forget_positions(self._model)
             # Or keys, values and answers stay on the GPU, where sleeping is to free all.
             self._context.key_value_memory_dict.clear()
