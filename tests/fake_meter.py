@@ -2,10 +2,9 @@
 
 from contextlib import nullcontext
 
-from bridge_fgo import figures
 from bridge_fgo.bridge import session
 from bridge_fgo.engines import offloaded_source
-from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.meters import PeakMeter, StepClock
 from bridge_fgo.offload import policy
 
 
@@ -42,25 +41,14 @@ class FakeMeter(PeakMeter):
         return others + schedule.ledger.nbytes
 
 
-class FakeClock:
-    """Stands for `StepClock`, which would ask CUDA for events."""
-
-    def __init__(self, meter):
-        pass
-
-    def begin_step(self):
-        pass
-
-    def measure(self):
-        return nullcontext()
-
-    def seconds(self):
-        return None
+def have_clocks_rest(set_attribute) -> None:
+    """Have no `StepClock` ask CUDA for events. set_attribute: `setattr`, or a monkeypatch's."""
+    set_attribute(StepClock, "measure", lambda clock: nullcontext())
 
 
 def have_sessions_take_it(set_attribute) -> None:
     """Have sessions measure by it, and plan without margins. set_attribute: `setattr`, or a monkeypatch's."""
     set_attribute(session, "PeakMeter", FakeMeter)
-    set_attribute(figures, "StepClock", FakeClock)
+    have_clocks_rest(set_attribute)
     set_attribute(offloaded_source, "MARGIN_PARTS", 0)
     set_attribute(policy, "MARGIN_SHARE", 0)

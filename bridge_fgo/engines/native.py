@@ -18,7 +18,7 @@ from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
-from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
+from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, StepClock, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
@@ -85,6 +85,7 @@ class NativeEngine(CheckpointingEngine):
             remainders,
             self._offloaded,
             transfers,
+            StepClock(meter),
             decides=config.master_remainders is None and remainders.are_fast,
             announce=lambda text: schedule.holding.announce(text),
             warn=lambda text: schedule.holding.warn(text),

@@ -54,9 +54,10 @@ class OffloadedSource:
         return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
 
     @property
-    def moves_packable(self) -> bool:
-        """Whether any masters move that may be packed."""
-        return any(slab.codec.family is not None for part in self.parts if not part.stays for slab in part.slabs)
+    def packable_bytes(self) -> int:
+        """Bytes of masters that move and may be packed."""
+        slabs = (slab for part in self.parts if not part.stays for slab in part.slabs)
+        return sum(slab.nbytes for slab in slabs if slab.codec.family is not None)
 
     @property
     def coming(self) -> list[Slab]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, override
 
@@ -59,6 +59,7 @@ class Transfers:
     """
 
     keeps_host_copies = True  # whether a slab's host buffer still has its states when they are back on the GPU
+    timing: Callable[[], AbstractContextManager[object]] = nullcontext  # of the training stream's waits for copies
 
     def begin_pass(self) -> None:
         """Remember the current stream, of forward and backward, as the training stream until the next pass.
@@ -391,7 +392,8 @@ class CudaTransfers(Transfers):
             if stream != self._handle:
                 copied.block(stream)
             elif copied.place > lane.awaited:
-                copied.block(stream)
+                with self.timing():
+                    copied.block(stream)
                 lane.awaited = copied.place
 
     def _now(self, streams: tuple[int, ...]) -> tuple[Event, ...]:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_meter import FakeClock
+from fake_meter import have_clocks_rest
 
 import bridge_fgo
 from bridge_fgo import OffloadConfig, figures
@@ -36,7 +36,7 @@ class Allocator:
 
 @pytest.fixture
 def allocator(monkeypatch):
-    monkeypatch.setattr(figures, "StepClock", FakeClock)
+    have_clocks_rest(monkeypatch.setattr)
     return Allocator(monkeypatch)
 
 

@@ -13,15 +13,22 @@ from bridge_fgo.tools.arms import runner
 # 1.1 billion parameters, 13.7 GB of masters and moments.
 LARGE = ("--layers", "16", "--hidden", "2048", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "8")
 STEPS = ("--steps", "8")
+ACTIVATIONS = ("--offload-activations", "core_attn,attn_proj,mlp_norm,qkv_linear")
 
 
 @pytest.mark.gpu
-def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(tmp_path: Path) -> None:
-    resident = arm("resident", tmp_path, *LARGE, *STEPS, "--offload", "off")
+@pytest.mark.parametrize("beside", [(), ACTIVATIONS], ids=["alone", "beside_activations"])
+def test_auto_keeps_to_what_pytorch_may_take_of_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: tuple[str, ...]
+) -> None:
+    if beside:
+        monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    waits = ("--activation-waits",) if beside else ()
+    resident = arm("resident", tmp_path, *LARGE, *STEPS, *beside, *waits, "--offload", "off")
     states, peak = (resident.result.get(name, 0) for name in ("state_bytes", "peak_allocated_bytes"))
     allowed = peak - states // 4
     auto = ("--offload", "on", "--gpu-memory-budget-gib", "auto", f"ALLOWED_BYTES={allowed}")
-    offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *auto)
+    offloaded = arm("offloaded", tmp_path, *LARGE, *STEPS, *beside, *auto)
     same = runner.compare(resident, offloaded)
     assert same.bitwise_equal, same.parts
     print(

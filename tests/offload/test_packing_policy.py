@@ -3,7 +3,7 @@
 import pytest
 from fake_training import WHOLE, Training, masters_of, weights_of
 
-from bridge_fgo.engines.packed_masters import WATCHED_STEPS
+from bridge_fgo.engines.packed_masters import PACKING_SECONDS, WATCHED_STEPS
 
 
 def watched(layer=WHOLE // 4, master_remainders=None, **how):
@@ -32,6 +32,28 @@ def test_masters_are_packed_once_weights_were_compared_in_so_many_steps_in_a_row
     assert not masters.checks_weights
     assert (len(announced), len(training.said)) == (not have_changed, have_changed)
     assert all("OffloadConfig.master_remainders" in line for line in announced + training.said)
+
+
+@pytest.mark.parametrize("said", [[0.9] * 20, [1.1, 1.1, 0.9, 1.1] * 5, [1.1, None] * 10, [0.9, *[1.1] * 19]])
+def test_masters_are_packed_once_so_many_steps_in_a_row_waited_for_copies_for_longer_than_packing_takes(
+    said, monkeypatch
+):
+    training, announced = watched()
+    masters = training.engine.masters
+    packing = PACKING_SECONDS * sum(slab.nbytes for slab in training.slabs() if slab.codec.family is not None)
+    is_long = []
+    for times in said:  # that the last step waited so long as packing takes; None: it is not over yet
+        seconds = None if times is None else times * packing
+        monkeypatch.setattr(masters._waits, "seconds", lambda seconds=seconds: seconds)
+        training.step()
+        is_long.append(is_long[-1] if times is None else times > 1)
+        if masters.remainders.wanted:
+            break
+        assert masters.checks_weights is is_long[-1]
+    in_a_row = all(is_long[-WATCHED_STEPS - 1 :])
+    assert masters.remainders.wanted is in_a_row is bool(announced)
+    assert in_a_row is (said[2] != 0.9 and said[3] != 0.9)
+    training.check()
 
 
 @pytest.mark.parametrize("by_plan", [True, False])

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from debug_transfers import DebugTransfers
+from fake_meter import have_clocks_rest
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark
 from stream_order import HOST, Race, install
 
@@ -22,6 +23,7 @@ PIECE_BYTES = 3000
 @pytest.fixture
 def order(monkeypatch):
     monkeypatch.setattr(Training, "made", deque(maxlen=0))  # `train` checks them itself
+    have_clocks_rest(monkeypatch.setattr)
     return install(monkeypatch)
 
 
