@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import subprocess
@@ -97,6 +98,54 @@ class Program:
     def terminate(self) -> None:
         self._child.terminate()
 
+    def kill(self) -> None:
+        self._child.kill()
+
+
+class Ranks:
+    """The processes that `runner.launcher` starts, as `subprocess.Popen` of its command: all end when one fails."""
+
+    LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+    def __init__(self, server: Server, command: list[str], env: dict[str, str], **options) -> None:
+        python, *words = command
+        several: list[dict[str, str]] = [{}]
+        if tuple(words[:4]) == self.LAUNCHER:
+            several, words = self._told_by_torchrun(int(words[4])), words[5:]
+        self._programs = [Program(server, [python, *words], env=env | rank, **options) for rank in several]
+        self.returncode: int | None = None
+
+    def _told_by_torchrun(self, ranks: int) -> list[dict[str, str]]:
+        """Return the environment that torchrun gives to each rank, with a store in this process, as there."""
+        import torch
+
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        common |= {"TORCHELASTIC_RESTART_COUNT": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        each = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+        return [{name: str(value) for name, value in of_rank.items()} for of_rank in each]
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended = [program.poll() for program in self._programs]
+            failed = next(filter(None, ended), 0)
+            if failed:
+                self.kill()
+            if failed or None not in ended:
+                self.returncode = failed
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if None in [program.wait(timeout) for program in self._programs]:
+            raise subprocess.TimeoutExpired("ranks", timeout or 0)
+        return self.poll()
+
+    def kill(self) -> None:
+        for program in self._programs:
+            program.kill()
+
+    terminate = kill  # one that waits in a collective for a rank that has ended takes no other signal
+
 
 def join(child, what: str) -> int:
     """Return the child's exit status, negative where a signal ended it; fail the test after PATIENCE."""
@@ -168,4 +217,5 @@ def end_as(asked: dict) -> None:
     Path(asked["imported"]).write_text("\n".join(sys.modules))
     sys.stdout.flush()
     sys.stderr.flush()
+    multiprocessing.util._exit_function()  # of what it has started: a process that lives on would keep its GPU memory
     os._exit(status)  # Python takes five seconds to take down what was imported

@@ -1,13 +1,16 @@
 """Each worker of pytest-xdist has GPUs of its own; where there are none, arms are only checked for refusals."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from forked import Ranks, Server
 
 from bridge_fgo.tools.arms import runner
 
@@ -36,6 +39,20 @@ class SaysAtOnce:
         if said and terminal is not None and report.nodeid.startswith("tests/gpu/"):
             terminal.ensure_newline()
             terminal.write_line(f"{report.nodeid}\n{said[-MOST_SAID:]}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def arms_are_forked() -> Iterator[None]:
+    """Has all arms of a worker have Megatron imported, which else takes half a minute an arm."""
+    import torch
+
+    if not torch.cuda.is_available():
+        yield
+        return
+    forking = vars(subprocess) | {"Popen": partial(Ranks, Server("megatron_on_gpu"))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "subprocess", SimpleNamespace(**forking))
+        yield
 
 
 @pytest.fixture(autouse=True)

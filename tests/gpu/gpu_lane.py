@@ -1,7 +1,7 @@
 """What the tests of this folder share: sizes of models, arms by Bridge's own ``pretrain()``, and arms that print JSON.
 
-Each arm is a process (under torchrun: several), so that neither of two inherits anything from the other. Imports alone
-take about half a minute an arm.
+Each arm is a process (under torchrun: several), so that neither of two inherits anything from the other. They are forked
+from one that has Megatron imported, and nothing else.
 """
 
 import json

@@ -111,6 +111,24 @@ def test_activation_offload_is_compared_with_states_within_five_percent_of_what_
     assert [one.peak for one in found] == pytest.approx([peak * GB for _, peak in measured], rel=0.05)
 
 
+# Two jobs on one H100: seconds of a step and GB at the peak, with nothing, attention, and all of a layer recomputed.
+RECOMPUTED = {
+    f"{WORDS} --mbs 2 --gbs 8": ((0.3503, 19.85), (0.3960, 14.57), (0.4528, 10.83)),
+    WIDE.replace("--mbs 4 --gbs 16", "--mbs 2 --gbs 8"): ((0.3965, 23.81), (0.4685, 19.03), (0.5458, 14.94)),
+}
+
+
+@pytest.mark.parametrize("options", RECOMPUTED)
+def test_recomputation_is_compared_within_five_percent_of_what_was_measured(options):
+    of_job, (link,), measured = job(options, 1), links("H100", None, 1), RECOMPUTED[options]
+    counted = compute_of(of_job, "H100")
+    of_gpu = measured[0][0] / counted.step
+    found = recommend.Recommender(of_job, link, counted.forward * of_gpu, counted.whole_backward * of_gpu).recommend()
+    ways = [choice(found, name) for name in ("as configured", "attention recomputed", "all recomputed")]
+    assert [one.step for one in ways] == pytest.approx([seconds for seconds, _ in measured], rel=0.05)
+    assert [one.peak for one in ways] == pytest.approx([peak * GB for _, peak in measured], rel=0.02)
+
+
 LONG, SHORT = PRESETS["long"], PRESETS["short"]
 # The same for gradients: resident, with states offloaded, and with gradients too where that was compared.
 WITH_GRADIENTS = {

@@ -1,0 +1,40 @@
+"""Ranks that are forked, as the GPU lane starts them."""
+
+import subprocess
+import sys
+
+import pytest
+from children import RANKS
+from forked import Ranks
+
+from bridge_fgo.tools.arms.runner import launcher
+
+SUMS = """
+import os, sys, time, torch
+torch.distributed.init_process_group("gloo")
+rank = torch.tensor(float(os.environ["RANK"]) + 1)
+torch.distributed.all_reduce(rank)
+print(rank.item(), os.environ["LOCAL_RANK"], os.environ["GIVEN"], flush=True)
+if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
+    raise SystemExit(3)
+if sys.argv[1] != "end":
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("end", 0), ("fail", 3), ("hang", -9)])
+def test_ranks_meet_and_all_end_as_soon_as_one_fails_or_they_are_ended(tmp_path, how, status):
+    script, log = tmp_path / "sums.py", tmp_path / "log"
+    script.write_text(SUMS)
+    with log.open("wb") as out:
+        ranks = Ranks(RANKS, [sys.executable, *launcher(2), str(script), how], env={"GIVEN": how}, stdout=out)
+    if how == "hang":
+        with pytest.raises(subprocess.TimeoutExpired):
+            ranks.wait(timeout=2)
+        assert ranks.poll() is None
+        ranks.terminate()
+    while ranks.poll() is None:
+        pass
+    assert ranks.wait(timeout=60) == status
+    if how != "hang":
+        assert sorted(log.read_text().split("\n")) == ["", f"3.0 0 {how}", f"3.0 1 {how}"]
