@@ -1,6 +1,6 @@
 """What the tests of this folder share: sizes of models, arms by Bridge's own ``pretrain()``, and arms that print JSON.
 
-Each arm is a process (under torchrun: several), so that neither of two inherits anything from the other. They are forked
+Each arm is a process (under torchrun: several), so that neither of two inherits anything from the other. All are forked
 from one that has Megatron imported, and nothing else.
 """
 
