@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -193,8 +194,8 @@ def answer(asked: dict) -> None:
     sys.argv = asked["program"][is_module:]
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [asked["folder"] if is_module else str(Path(sys.argv[0]).parent), *filter(None, given)]
-    run = runpy.run_module if is_module else runpy.run_path
-    run(sys.argv[0], run_name="__main__")
+    run = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
+    run(sys.argv[0], run_name="__main__")  # what multiprocessing spawns from it looks for its functions there
 
 
 def status_of(asked: dict) -> int:
