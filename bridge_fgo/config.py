@@ -56,14 +56,14 @@ class OffloadConfig:
     """Offload the fp32 master weights, or the 16-bit remainders that Transformer Engine keeps of them."""
 
     master_remainders: bool | None = None
-    """Copy only the 17 bits of a master that its bf16 weight does not hold. True starts with the first step, and False
-    never starts. None, the default, starts after five steps in a row in which training waited for copies for longer
-    than packing takes, which is 10 ms for 1.64 billion parameters on an H200. The other bits come from the bf16 weight,
-    which stays on the GPU, so only the optimizer or a checkpoint load may change that weight. With None the weights are
-    first watched over these steps. If something else changes them, masters are copied whole for the rest of the run,
-    and one line says so. If your code starts to change bf16 weights later, set `master_remainders=False`: once masters
-    are copied in part, the next use of a master whose weight was changed raises an error. With True it does so from the
-    first step on."""
+    """Copy only the 17 bits of a master that its bf16 weight does not hold; default: once training waits for copies.
+    True starts with the first step, and False never starts. None starts after five steps in a row in which training
+    waited for copies for longer than packing takes: 10 ms for 1.64 billion parameters on an H200. The other bits come
+    from the bf16 weight, which stays on the GPU, so only the optimizer or a checkpoint load may change that weight.
+    With None the weights are watched over these steps. If something else changes them, masters are copied whole for the
+    rest of the run, and one line says so. If your code starts to change bf16 weights later, set
+    `master_remainders=False`: once masters are copied in part, the next use of a master whose weight was changed raises
+    an error. With True it does so from the first step on."""
 
     fraction: float = 1.0
     """Share of the optimizer state to offload, in (0, 1], by bytes of what `moments` and `master_weights` select. Whole

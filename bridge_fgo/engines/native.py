@@ -198,7 +198,8 @@ class NativeEngine(CheckpointingEngine):
         self._stepped = None
         self._is_saved_next = is_saved_next
         try:
-            yield
+            with self.masters.training_step():
+                yield
             if self._stepped is not None:
                 self.is_torn = False
         finally:
@@ -318,7 +319,6 @@ class NativeEngine(CheckpointingEngine):
     def end_step(self, updated: bool) -> None:
         self.masters.end_step(updated)
         self.schedule.end_step(updated)
-        self.masters.decide()
 
     # Readers and writers.
 

@@ -50,11 +50,10 @@ class PackedMasters:
         self._may_decide = decides
         self._waits = waits
         self._is_worthwhile = True  # whether the newest step that is known waited for longer than packing takes
-        self._time_waits()
         self._announce, self._warn = announce, warn
         self._watched = 0  # steps in a row at whose end the weights' sums were taken
         self._then: dict[Source, torch.Tensor] = {}  # sums of the weights when the masters of a source left, if away
-        self._differ: torch.Tensor | None = None  # whether weights have changed in a step that was watched
+        self._differ: torch.Tensor | None = None  # whether weights have changed in any step that was watched
         self._checked: set[Source] = set()  # sources whose weights were compared for the next optimizer step
         # those whose masters were brought back though the weights had changed, and were not written since
         self._lost: set[Source] = set()
@@ -97,13 +96,6 @@ class PackedMasters:
     def _packable_bytes(self) -> int:
         return sum(each.packable_bytes for each in self._offloaded.values())
 
-    def _time_waits(self) -> None:
-        """Time the waits of the step that begins, as long as it is not decided whether masters are packed."""
-        if self._is_undecided and (waited := self._waits.seconds()) is not None:
-            self._is_worthwhile = waited > PACKING_SECONDS * self._packable_bytes
-        self._waits.begin_step()
-        self._transfers.timing = self._waits.measure if self._is_undecided else nullcontext
-
     def leave(self, sources: Iterable[Source]) -> None:
         """Note that masters of some sources are about to leave, with their weights as they are now."""
         if self.checks_weights:
@@ -128,12 +120,28 @@ class PackedMasters:
         assert len(codecs) == rows.stop - rows.start, "the rows of a source follow one another"
         return self.remainders.sums_now(codecs)[rows]
 
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Context of a training step, whose waits for copies are timed until it is decided."""
+        if self._is_undecided:
+            if (waited := self._waits.seconds()) is not None:
+                self._is_worthwhile = waited > PACKING_SECONDS * self._packable_bytes
+            self._waits.begin_step()
+            self._transfers.timing = self._waits.measure
+            self._decide()
+        try:
+            yield
+        finally:
+            self._transfers.timing = nullcontext
+
     def end_step(self, updated: bool) -> None:
         """Count a step, if the optimizer `updated` in it, before parts that stayed may move from now on."""
         if updated:
             self._watched = self._watched + 1 if self.checks_weights else 0
+        else:
+            self._waits.begin_step()  # without an update they say nothing
 
-    def decide(self) -> None:
+    def _decide(self) -> None:
         """Decide, once weights were watched as long as it takes: masters are packed from now on, or never."""
         if self._watched <= WATCHED_STEPS or not self.checks_weights:
             return
@@ -181,9 +189,8 @@ class PackedMasters:
         return self.remainders.verified(self._packable(sources))
 
     def begin_pass(self) -> None:
-        """Forget what was checked for the optimizer step before, and learn how long that waited for copies."""
+        """Forget what was checked for the optimizer step before."""
         self._checked.clear()
-        self._time_waits()
 
     def require_restorable(self, sources: Iterable[Source]) -> None:
         """Check that masters of some sources can be brought back for an optimizer step, once for each step."""

@@ -392,7 +392,7 @@ class CudaTransfers(Transfers):
             if stream != self._handle:
                 copied.block(stream)
             elif copied.place > lane.awaited:
-                with self.timing():
+                with self.on_compute_stream(), self.timing():
                     copied.block(stream)
                 lane.awaited = copied.place
 

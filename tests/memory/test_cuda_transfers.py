@@ -312,6 +312,32 @@ def test_the_training_stream_waits_once_for_copies_that_end_one_after_another(mo
     assert landed[0].waiting == [0]
 
 
+@pytest.mark.parametrize("asks", [0, 7], ids=["training", "side"])
+def test_waits_of_the_training_stream_are_timed_on_it_whichever_stream_asks(mocked, monkeypatch, asks):
+    current, timed = [asks], []
+    monkeypatch.setattr(transfers, "current_stream", lambda index: current[-1])
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.cuda_stream)
+        yield
+        current.pop()
+
+    @contextmanager
+    def timing():
+        before = list(landed.waiting)
+        yield
+        timed.append((current[-1], [stream for stream in landed.waiting if stream not in before]))
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    moves, slab = CudaTransfers(CPU, 100), slab_at(0, 0, 8)
+    moves.timing = timing
+    landed = moves._events(slab)[1]
+    moves.copy_in(slab)
+    moves.wait_in(slab)
+    assert timed == [(0, [0])]
+
+
 class CountingEvent(Event):
     recorded = 0
 

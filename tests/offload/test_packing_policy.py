@@ -1,9 +1,12 @@
 """When masters are packed."""
 
+from contextlib import contextmanager
+
 import pytest
 from fake_training import WHOLE, Training, masters_of, weights_of
 
 from bridge_fgo.engines.packed_masters import PACKING_SECONDS, WATCHED_STEPS
+from bridge_fgo.memory.transfers import Transfers
 
 
 def watched(layer=WHOLE // 4, master_remainders=None, **how):
@@ -11,6 +14,45 @@ def watched(layer=WHOLE // 4, master_remainders=None, **how):
     training, announced = Training(layer, master_remainders=master_remainders, **how), []
     training.engine.masters._announce = announced.append
     return training, announced
+
+
+def packing_seconds(training):
+    return PACKING_SECONDS * sum(slab.nbytes for slab in training.slabs() if slab.codec.family is not None)
+
+
+class Waits(Transfers):
+    """Copies that are waited for `each` seconds, and the clock that times these waits."""
+
+    each, measured = 0.0, None
+
+    def wait_in(self, slab):
+        with self.timing():
+            pass
+
+    wait_out = wait_in
+
+    @contextmanager
+    def measure(self):
+        yield
+        self.measured = (self.measured or 0.0) + self.each
+
+    def begin_step(self):
+        self.measured = None
+
+    def seconds(self):
+        return self.measured
+
+
+def waiting(share):
+    """Return a training whose undisturbed step waits for that share of what packing takes, and its `Waits`."""
+    training, announced = watched(transfers=(waits := Waits()))
+    training.engine.masters._waits = waits
+    training.step()  # makes the moments
+    waits.each = 1.0
+    training.step()
+    waits.each = share * packing_seconds(training) / waits.measured
+    training.engine.masters._watched = 0
+    return training, announced, waits
 
 
 def scale_weights(*optimizers):
@@ -28,31 +70,74 @@ def test_masters_are_packed_once_weights_were_compared_in_so_many_steps_in_a_row
             scale_weights(*training.optimizers, *training.twins)
         training.step(skip=True)  # counts for nothing
         training.step()
+    training.step(skip=True)  # as it begins it is known how long the last one waited
     assert masters.remainders.wanted is not have_changed
     assert not masters.checks_weights
     assert (len(announced), len(training.said)) == (not have_changed, have_changed)
     assert all("OffloadConfig.master_remainders" in line for line in announced + training.said)
 
 
-@pytest.mark.parametrize("said", [[0.9] * 20, [1.1, 1.1, 0.9, 1.1] * 5, [1.1, None] * 10, [0.9, *[1.1] * 19]])
+@pytest.mark.parametrize(
+    "said",
+    [
+        [0.9] * 20,
+        [1.1, 1.1, 0.9, 1.1] * 5,
+        [1.1, None] * 10,
+        [0.9, *[1.1] * 19],
+        [*[1.1] * WATCHED_STEPS, 0.9, *[1.1] * 15],
+    ],
+)
 def test_masters_are_packed_once_so_many_steps_in_a_row_waited_for_copies_for_longer_than_packing_takes(
     said, monkeypatch
 ):
     training, announced = watched()
     masters = training.engine.masters
-    packing = PACKING_SECONDS * sum(slab.nbytes for slab in training.slabs() if slab.codec.family is not None)
-    is_long = []
-    for times in said:  # that the last step waited so long as packing takes; None: it is not over yet
-        seconds = None if times is None else times * packing
-        monkeypatch.setattr(masters._waits, "seconds", lambda seconds=seconds: seconds)
+    is_long = [True]  # the step before each that is watched; nothing is known before the first
+    for number, times in enumerate(said):  # that this step waits so long as packing takes; None: it ends too late
         training.step()
-        is_long.append(is_long[-1] if times is None else times > 1)
-        if masters.remainders.wanted:
+        in_a_row = number > WATCHED_STEPS and all(is_long[-WATCHED_STEPS - 2 :])
+        assert masters.remainders.wanted is in_a_row is bool(announced)
+        if in_a_row:
             break
         assert masters.checks_weights is is_long[-1]
-    in_a_row = all(is_long[-WATCHED_STEPS - 1 :])
-    assert masters.remainders.wanted is in_a_row is bool(announced)
+        seconds = None if times is None else times * packing_seconds(training)
+        monkeypatch.setattr(masters._waits, "seconds", lambda seconds=seconds: seconds)
+        is_long.append(is_long[-1] if times is None else times > 1)
     assert in_a_row is (said[2] != 0.9 and said[3] != 0.9)
+    training.check()
+
+
+@pytest.mark.parametrize("among", ["passes that are run again", "skipped steps"])
+def test_passes_without_an_update_keep_no_step_from_being_long(among):
+    training, announced, _ = waiting(1.1)
+    for _ in range(2 + WATCHED_STEPS):
+        if among == "skipped steps":
+            training.step(skip=True)  # waits for less
+        training.step(passes=2 if among == "passes that are run again" else 1)
+    assert training.engine.masters.remainders.wanted and announced
+    training.check()
+
+
+def test_what_is_waited_for_between_steps_is_not_timed_and_makes_no_step_long():
+    training, _, waits = waiting(0.5)
+    for _ in range(3 + 2 * WATCHED_STEPS):
+        training.step()
+        before = waits.measured
+        for _ in range(4):  # a save, or a sleep and a wake
+            training.engine.require_readable()
+            training.engine.offload_now()
+        assert waits.measured == before
+    assert not training.engine.masters.remainders.wanted
+
+
+def test_a_change_of_weights_is_remembered_where_steps_that_hide_their_copies_are_not_watched():
+    training, announced, waits = waiting(1.1)
+    for number in range(12 + WATCHED_STEPS):
+        if number == 2:
+            scale_weights(*training.optimizers, *training.twins)
+        waits.each *= {3: 0.1, 8: 10}.get(number, 1)
+        training.step()
+    assert len(training.said) == 1 and not announced
     training.check()
 
 

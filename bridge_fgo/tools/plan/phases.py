@@ -216,7 +216,7 @@ def _notes(estimate: Estimate, stages: list[StagePhases]) -> Iterator[str]:
         )
     if job.flag:
         yield (
-            "the flag is set: states move as its settings say, masters packed as from the sixth step on; "
+            "the flag is set: states move as its settings say, masters packed as once training waits for copies; "
             "then weights are copied, and come before the states"
         )
     if lacks := max(stage.unhosted for stage in stages):
