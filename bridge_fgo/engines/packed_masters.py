@@ -47,7 +47,7 @@ class PackedMasters:
         self.remainders = remainders
         self._offloaded = offloaded
         self._transfers = transfers
-        self._may_decide = decides
+        self._is_undecided = decides
         self._waits = waits
         self._is_worthwhile = True  # whether the newest step that is known waited for longer than packing takes
         self._announce, self._warn = announce, warn
@@ -87,10 +87,6 @@ class PackedMasters:
     def checks_weights(self) -> bool:
         """Whether the weights are watched, because masters that move will be packed soon."""
         return self._is_undecided and self._is_worthwhile and self._packable_bytes > 0
-
-    @property
-    def _is_undecided(self) -> bool:
-        return self._may_decide and not self.remainders.wanted
 
     @property
     def _packable_bytes(self) -> int:
@@ -147,8 +143,8 @@ class PackedMasters:
             return
         with self._transfers.computing():
             have_changed = self.remainders.lacked_weights or (self._differ is not None and bool(self._differ.item()))
+        self._is_undecided = False
         if have_changed:
-            self._may_decide = False
             self._warn(
                 "something but the optimizer changed weights of the model between optimizer steps, or let go of their "
                 "memory: masters go on being copied whole (OffloadConfig.master_remainders; with False nothing is "
