@@ -108,7 +108,7 @@ def prepare_pretrain(
 
     import bridge_fgo
     from bridge_fgo.recipes.config import build
-    from bridge_fgo.tools.arms.process_setup import skip_building_what_is_built, use_one_rank_by_default
+    from bridge_fgo.tools.arms.shared_config import skip_building_what_is_built, use_one_rank_by_default
 
     if settings is not None:
         bridge_fgo.install(settings)

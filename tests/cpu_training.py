@@ -16,7 +16,7 @@ from cpu_model import CpuOptions, forward_backward_chunks, make_config, make_mod
 
 import bridge_fgo
 from bridge_fgo.tools.arms import final_state
-from bridge_fgo.tools.arms.record import digest
+from bridge_fgo.tools.arms.final_state import digest
 from bridge_fgo.tools.standins.cuda import fsdp_on_cpu, install_standins
 
 FAULT = 64.0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.tools.arms.process_setup import ATTENTION_VARIABLES
+from bridge_fgo.tools.arms.shared_config import ATTENTION_VARIABLES
 
 PATIENCE = 300
 """Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""

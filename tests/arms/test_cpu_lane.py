@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from bridge_fgo.tools.arms.record import EventWriter, digest
+from bridge_fgo.tools.arms.final_state import digest
+from bridge_fgo.tools.arms.runner import EventWriter
 
 pytest.importorskip("megatron.core")
 

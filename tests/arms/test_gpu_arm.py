@@ -9,8 +9,8 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.figures import GRADIENT_FIGURES
-from bridge_fgo.tools.arms import clocks, gpu
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, PhaseClock
+from bridge_fgo.tools.arms import gpu
+from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -73,7 +73,7 @@ def recorder(tmp_path, monkeypatch, stream):
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     options = ["--steps", "5", "--extra-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
-    return gpu_recorder.ArmRecorder(options, PhaseClock(options.steps))
+    return gpu_recorder.ArmRecorder(options)
 
 
 def train(recorder, stream, steps=7, in_step=lambda step: None, after_step=lambda step: None, context=CONTEXT):
@@ -225,8 +225,10 @@ def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
             stream.now += 0.25
             return 3
 
-    monkeypatch.setattr(clocks, "ADDITIONS", Additions())
-    assert clocks.host_loop_seconds() == 0.25
+    from bridge_fgo.tools.arms import gpu_recorder
+
+    monkeypatch.setattr(gpu_recorder, "ADDITIONS", Additions())
+    assert gpu_recorder.host_loop_seconds() == 0.25
 
 
 def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, written, stream, monkeypatch):
@@ -279,6 +281,8 @@ class At:
     ids=["of 7 to 9, and not of those that are not measured", "of no first step of a turn"],
 )
 def test_phases_are_those_of_the_steps_that_count_and_not_of_the_wait_for_a_turn(last, counted, turns):
+    from bridge_fgo.tools.arms.gpu_recorder import PhaseClock
+
     clock = PhaseClock(last)
     for step in range(1, 14):
         slow = 1 if step in counted else 50

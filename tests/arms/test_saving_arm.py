@@ -9,7 +9,6 @@ from bridge_loop import train
 from saving import background, configured
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.clocks import PhaseClock
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "deadline")
 
@@ -44,7 +43,7 @@ def record(tmp_path, monkeypatch):
             background(run, "fork", options.save)
             configured(run, checkpoint__save_interval=options.save_interval)
             queue = run.state.async_calls_queue
-            recorder = ArmRecorder(options, PhaseClock(options.steps))
+            recorder = ArmRecorder(options)
             train(
                 run,
                 STEPS + EXTRA,

@@ -67,7 +67,7 @@ class Trainer:
 
             install_standins()
         else:
-            from bridge_fgo.tools.arms.process_setup import make_deterministic
+            from bridge_fgo.tools.arms.shared_config import make_deterministic
 
             make_deterministic()
         from megatron.core import parallel_state, tensor_parallel

@@ -8,7 +8,7 @@ import pytest
 from test_bench import GB, OF_FSDP, checkout, resident_arm
 
 from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
+from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
 from bridge_fgo.tools.bench import command, presets
 from bridge_fgo.tools.bench.options import Settings
 

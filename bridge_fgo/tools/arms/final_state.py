@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.states.fsdp import is_fsdp
-from bridge_fgo.tools.arms.record import digest, digest_each, joined
 
-if TYPE_CHECKING:
-    import torch
-
+DIGEST_THREADS = 8
 EVERY_MOMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "moment2_buffer")  # what Adam and Muon call theirs
 
 
@@ -195,3 +195,25 @@ def digests_of_ranks(mine: dict[str, str]) -> dict[str, str]:
     if len(every) == 1:
         return mine
     return {part: hashlib.sha256("".join(rank[part] for rank in every).encode()).hexdigest() for part in mine}
+
+
+def digest(tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor]) -> str:
+    """Return a sha256 (hex) that tells the raw bytes of tensors, or of a mapping's values, apart, in their order."""
+    return joined(digest_each(tensors.values() if isinstance(tensors, Mapping) else tensors))
+
+
+def digest_each(tensors: Iterable[torch.Tensor]) -> list[bytes]:
+    """Return the sha256 of each tensor's bytes, computed by several threads: 20 GB would take one some 15 s."""
+    with ThreadPoolExecutor(DIGEST_THREADS) as pool:
+        return list(pool.map(_digest_of_one, tensors))
+
+
+def joined(digests: Iterable[bytes]) -> str:
+    """Return the sha256 (hex) of what `digest_each` returned."""
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def _digest_of_one(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().view(-1)
+    # As bytes, because numpy has no bfloat16.
+    return hashlib.sha256(flat.view(torch.uint8).cpu().numpy().data).digest()

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.config import STRATEGIES
-from bridge_fgo.tools.arms.clocks import PhaseClock
-from bridge_fgo.tools.arms.process_setup import (
-    forget_attention_backend,
-    make_deterministic,
-    skip_building_what_is_built,
-    use_one_rank_by_default,
-)
-from bridge_fgo.tools.arms.shared_config import container, gpt, put_on_cpu
+from bridge_fgo.tools.arms import shared_config as shared
 from bridge_fgo.tools.options import add_offload_options, offload_config
 
 if TYPE_CHECKING:
@@ -195,7 +188,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     from megatron.bridge.training.mixed_precision import bf16_mixed
     from megatron.core.transformer.enums import AttnBackend
 
-    model = gpt(
+    model = shared.gpt(
         num_layers=options.layers,
         hidden_size=options.hidden,
         ffn_hidden_size=options.ffn,
@@ -282,7 +275,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         precision["mixed_precision"] = mixed
     if options.fsdp is not None:
         ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
-    return container(
+    return shared.container(
         model,
         optimizer,
         ddp,
@@ -325,9 +318,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
     """Train as the options say, with the package installed where they say so; on the CPU stand-ins are in place."""
-    use_one_rank_by_default()
+    shared.use_one_rank_by_default()
     if options.deterministic:
-        make_deterministic()
+        shared.make_deterministic()
     import bridge_fgo
 
     if (options.offload == "on" or options.activation_waits) and not options.no_install:
@@ -337,12 +330,11 @@ def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
 
     from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder, CpuRecorder
 
-    skip_building_what_is_built()
-    forget_attention_backend()
-    clock = PhaseClock(options.steps)
-    config, recorder = build_config(options), (CpuRecorder if on_cpu else ArmRecorder)(options, clock)
+    shared.skip_building_what_is_built()
+    shared.forget_attention_backend()
+    config, recorder = build_config(options), (CpuRecorder if on_cpu else ArmRecorder)(options)
     if on_cpu:
-        put_on_cpu(config)
+        shared.put_on_cpu(config)
     config.model.register_post_wrap_hook(recorder.model_is_built)
     # Events that are captured tell no time, and a replay calls no forward step.
     pretrain(config, forward_step if options.full_graphs else recorder.timed(forward_step), callbacks=[recorder])

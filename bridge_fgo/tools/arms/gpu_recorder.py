@@ -1,10 +1,12 @@
-"""What the GPU arm measures of its run and writes down: a callback of Bridge's."""
+"""What the GPU arm measures of its run and writes down: a callback of Bridge's, and the clock of a step's phases."""
 
 from __future__ import annotations
 
 import argparse
 import functools
 import gc
+import itertools
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, override
@@ -12,12 +14,12 @@ from typing import Any, override
 import torch
 from megatron.bridge.training.callbacks import Callback
 from megatron.bridge.training.checkpointing import maybe_finalize_async_save
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
 from bridge_fgo.memory.meters import COMMON_POOL
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP, PhaseClock, host_loop_seconds
 from bridge_fgo.tools.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -25,13 +27,81 @@ from bridge_fgo.tools.arms.final_state import (
     joined_digests,
     live_state_bytes,
 )
-from bridge_fgo.tools.arms.record import EventWriter
+from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, EventWriter
 from bridge_fgo.tools.arms.step_trace import StepTrace
 from bridge_fgo.tools.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
 SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "save_steps")
+ADDITIONS = 20_000
+"""Additions of one loop: 0.5 to 1 ms. Long beside the clock's resolution, short beside a step of half a second and
+beside the tens of milliseconds for which a scheduler lets a process run."""
+
 PHASES = ("forward_backward", "step")  # what the package tells the peaks of apart
+
+
+def host_loop_seconds() -> float:
+    """Return the seconds of a loop of Python that allocates nothing: the speed of a host that others use, too."""
+    started = time.perf_counter()
+    total = 0
+    for number in range(ADDITIONS):
+        total += number
+    return time.perf_counter() - started
+
+
+class PhaseClock:
+    """Times phases by CUDA events around the calls of the forward step, up to step `last`; no pipeline parallelism.
+
+    What lies between the end of a forward and the begin of the next one is a backward. After the last forward of a step
+    there are its backward, the gradients' reduction and the optimizer step.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+        self._steps: list[list[tuple[Any, Any]]] = []
+        self._turns: list[int] = []
+
+    def begin_turn(self, step: int) -> None:
+        """Note that `step`, counted from 1, is the first of a turn: it begins cold, and after a wait for others."""
+        self._turns.append(step)
+
+    def timed(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward step with events around it."""
+
+        @functools.wraps(forward_step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if not self._steps or len(self._steps[-1]) == get_num_microbatches():
+                self._steps.append([])
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            result = forward_step(*args, **kwargs)
+            end.record()
+            self._steps[-1].append((start, end))
+            return result
+
+        return step
+
+    def medians(self) -> dict[str, float | None]:
+        """Return the medians over all whole steps in seconds; None where there is nothing to tell a phase by.
+
+        `rest` is the time from the end of a step's last forward to the first forward of the next step. Of `forward` all
+        but the step's first count, which is `first_forward`, and of `backward` all but the last: those may wait for
+        copies. The first turn does not count, nor the first step of a turn, nor the wait for it.
+        """
+        begin = self._turns[1] if len(self._turns) > 1 else FIRST_COUNTED_STEP
+        last = min(self.last, len(self._steps))
+        steps = {n: self._steps[n - 1] for n in range(begin, last + 1) if n not in self._turns}
+        groups = {
+            "forward": [_seconds(*pair) for step in steps.values() for pair in (step[1:] or step)],
+            "first_forward": [_seconds(*step[0]) for step in steps.values()],
+            "backward": [_seconds(a[1], b[0]) for step in steps.values() for a, b in itertools.pairwise(step)],
+            "rest": [_seconds(step[-1][1], steps[n + 1][0][0]) for n, step in steps.items() if n + 1 in steps],
+        }
+        return {name: statistics.median(values) if values else None for name, values in groups.items()}
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) / 1e3
 
 
 def figure(stats: Stats | None, name: str) -> Any:
@@ -40,11 +110,11 @@ def figure(stats: Stats | None, name: str) -> Any:
 
 
 class ArmRecorder(Callback):
-    """Measures the run and, on rank 0, writes its events; `clock` times the phases of a step."""
+    """Measures the run and, on rank 0, writes its events."""
 
-    def __init__(self, options: argparse.Namespace, clock: PhaseClock) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._clock = clock
+        self._clock = PhaseClock(options.steps)
         self.writer: EventWriter | None = None
         self.step = 0
         self.started = self.trained = 0.0

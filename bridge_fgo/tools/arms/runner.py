@@ -1,4 +1,4 @@
-"""Arms as seen from outside: starts each as a process of its own, follows its events, and compares two bit by bit."""
+"""Arms and their events, JSON that each writes: starts arms, follows them, and compares two bit by bit."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ TRACEBACK_LINES_SHOWN = 60
 POLL_SECONDS = 0.1
 
 DIGESTS = ("params", "masters", "moments")  # parts of the final state of which an arm leaves a digest
+
+FIRST_COUNTED_STEP = 7
+"""The first step whose time counts. By then moments exist, peaks are measured, two steps were timed, and masters are
+copied as they will be: every step is like the next."""
 
 Event = dict[str, Any]
 
@@ -70,6 +75,45 @@ def exact_number(event: Event, name: str) -> float | None:
     """Return a number of an event to the last bit, also one that JSON has no word for; None where there is none."""
     text = event.get(f"{name}_hex")
     return event.get(name) if text is None else float.fromhex(text)
+
+
+class EventWriter:
+    """Appends events to a file, each a line of JSON that is on disk when the call returns.
+
+    JSON has no NaN or infinity: such a number is null, and the field `<name>_hex` keeps it exactly.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
+
+    def start(self, device: str) -> None:
+        """Write the first event: where the arm runs ("cpu", or the GPU's name) and on which versions."""
+        distributions = {"bridge": "megatron-bridge", "mcore": "megatron-core", "torch": "torch"}
+        versions = {name: metadata.version(wheel) for name, wheel in distributions.items()}
+        self._write("start", device=device, **versions)
+
+    def step(self, *, loss: float | None, grad_norm: float | None, **figures: Any) -> None:
+        """Write the event of one training step: `step` (its number), `skipped`, `passes`, `seconds`, and what else."""
+        self._write("step", **_number("loss", loss), **_number("grad_norm", grad_norm), **figures)
+
+    def result(self, *, digests: Mapping[str, str], **figures: Any) -> None:
+        """Write the last event: the final state and the figures of the run, in bytes and seconds; None: not measured.
+
+        Every arm has `engine`, `state_bytes`, `released_bytes`, `pinned_bytes` and `peak_allocated_bytes`.
+        """
+        self._write("result", digests=dict(digests), **figures)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, **fields}, allow_nan=False) + "\n")
+
+
+def _number(name: str, value: float | None) -> dict[str, float | str | None]:
+    finite = value is not None and math.isfinite(value)
+    return {name: value if finite else None, f"{name}_hex": None if value is None else float(value).hex()}
 
 
 class EventTail:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
-from bridge_fgo.tools.arms.runner import ArmRun, compare
+from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, ArmRun, compare
 from bridge_fgo.tools.arms.turns import WARM_UP
 from bridge_fgo.tools.plan.systems import floor_seconds
 

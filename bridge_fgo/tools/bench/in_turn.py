@@ -18,8 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bridge_fgo.tools.arms.clocks import FIRST_COUNTED_STEP
-from bridge_fgo.tools.arms.runner import POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
+from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
 from bridge_fgo.tools.bench.figures import medians
 from bridge_fgo.tools.bench.presets import read_name

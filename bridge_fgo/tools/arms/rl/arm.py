@@ -41,15 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         install_standins()
     else:
-        from bridge_fgo.tools.arms.process_setup import make_deterministic
+        from bridge_fgo.tools.arms.shared_config import make_deterministic
 
         make_deterministic()
     import torch
 
     from bridge_fgo.tools.arms.final_state import final_state, joined_digests
-    from bridge_fgo.tools.arms.record import EventWriter
     from bridge_fgo.tools.arms.rl.loop import Loop
     from bridge_fgo.tools.arms.rl.neighbour import Neighbour
+    from bridge_fgo.tools.arms.runner import EventWriter
 
     with contextlib.ExitStack() as stack:
         writer = None

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge_fgo.tools.arms.process_setup import forget_attention_backend, skip_building_what_is_built
+from bridge_fgo.tools.arms import shared_config as shared
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.rl.task import Copying, Rollouts, grpo_loss
-from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt, layer_spec
 
 Batch = dict[str, torch.Tensor]
 
@@ -29,7 +28,7 @@ def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
     on_cpu = options.device == "cpu"
     bf16: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
     if on_cpu:
-        layers = {**ON_THE_CPU, "transformer_layer_spec": layer_spec}
+        layers = {**shared.ON_THE_CPU, "transformer_layer_spec": shared.layer_spec}
         layers["attention_backend"] = AttnBackend.local  # the engine makes its attention's mask only for this one
     else:  # Transformer Engine's layers, which compute the same bits in each run
         layers = {
@@ -45,8 +44,8 @@ def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
             "apply_rope_fusion": False,
         }
     iterations = options.steps * options.updates
-    return container(
-        gpt(
+    return shared.container(
+        shared.gpt(
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=4 * options.hidden,
@@ -104,8 +103,8 @@ class Trainer:
         self.options = options
         on_cpu = options.device == "cpu"
         join(options.device)
-        skip_building_what_is_built()
-        forget_attention_backend()
+        shared.skip_building_what_is_built()
+        shared.forget_attention_backend()
         cfg = build_config(options, vocab_size, torch.distributed.get_world_size())
         cfg.validate()
         self.state = GlobalState()
