@@ -240,7 +240,7 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
     if not job.refusals and job.bridge_refuses is None:
         try:
             # Memory is pinned for all that may leave, before training measures what a budget leaves.
-            estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None), [], None, None)
+            estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None))
         except ValueError as error:
             findings.notes.append(f"bytes are not known: {error}")
         else:

@@ -47,7 +47,7 @@ def row_of(name: str) -> dict[str, Any]:
         job = read_job(name, None, {})
         if job.bridge_refuses is not None:
             return {"why": short(name, f"Bridge refuses it here: {job.bridge_refuses}")}
-        estimate = make_estimate(job, job.offload, links(None, None, None), None, None)
+        estimate = make_estimate(job, job.offload, links())
     except ValueError as error:
         return {"why": short(name, str(error))}
     return {

@@ -100,29 +100,29 @@ def test_what_the_plan_calls_possible_the_engine_keeps_and_what_it_refuses_the_e
     sizes, activations, masters_stay, share
 ):
     job = job_of([sizes], activations, masters_stay)
-    (stage,) = make_estimate(job, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(job).stages
     least, others = stage.least_budget, stage.fixed - stage.states.total
     for budget in (least, least + int(share * stage.states.total)):
         config = budget_of(budget)
-        plan = make_estimate(job, config, [], None, None)
+        plan = make_estimate(job, config)
         assert plan.refusals == []
         moved = bytes_that_leave(sizes, others, activations, masters_stay, config)
         assert plan.most_offloaded == min(moved, stage.states.total)
     config = budget_of(least - 1)
     with pytest.raises(ValueError, match="cannot be met") as refused:
         bytes_that_leave(sizes, others, activations, masters_stay, config)
-    assert make_estimate(job, config, [], None, None).refusals == [str(refused.value).replace("needs ", "needs about ")]
+    assert make_estimate(job, config).refusals == [str(refused.value).replace("needs ", "needs about ")]
 
 
 def test_each_stage_keeps_what_its_own_peak_leaves_room_for_and_the_fullest_decides():
     job = job_of([[64_000] * 8, [64_000] * 2], 0, False)
-    first, second = make_estimate(job, OffloadConfig(), [], None, None).stages
+    first, second = make_estimate(job).stages
     assert first.least_budget > second.least_budget + second.states.total
-    plan = make_estimate(job, budget_of(first.least_budget), [], None, None)
+    plan = make_estimate(job, budget_of(first.least_budget))
     assert plan.refusals == []
     left = [stage.away for stage in plan.stages]
     assert left == [first.states.total, 0]
-    assert len(make_estimate(job, budget_of(first.least_budget - 1), [], None, None).refusals) == 1
+    assert len(make_estimate(job, budget_of(first.least_budget - 1)).refusals) == 1
 
 
 def test_the_least_budget_is_of_the_rank_with_the_largest_part():
@@ -130,7 +130,7 @@ def test_the_least_budget_is_of_the_rank_with_the_largest_part():
     (first,), (second,) = job.held, of_other.held
     held = replace(first, optimizers=[*first.optimizers, *second.optimizers], ranks=[[0], [1]])
     job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1), held=[held])
-    plan = make_estimate(job, OffloadConfig(), [], None, None)
+    plan = make_estimate(job)
     (stage,) = plan.stages
     largest = [max(of_rank.parts) for of_rank in plan.states[0]]
     assert largest[0] == 12 * 64 * 2000 > largest[1]
@@ -141,10 +141,10 @@ def test_the_least_budget_is_of_the_rank_with_the_largest_part():
 
 def test_what_more_gpus_would_share_is_not_held_against_a_budget():
     given, not_given = (job_of([[64_000] * 8], 0, False, gpus_given) for gpus_given in (True, False))
-    (stage,) = make_estimate(given, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(given).stages
     beside = stage.fixed - stage.states.total
     refused = [
-        [len(make_estimate(job, budget_of(budget), [], None, None).refusals) for budget in (beside - 1, beside)]
+        [len(make_estimate(job, budget_of(budget)).refusals) for budget in (beside - 1, beside)]
         for job in (given, not_given)
     ]
     assert refused == [[1, 1], [1, 0]]
@@ -152,12 +152,12 @@ def test_what_more_gpus_would_share_is_not_held_against_a_budget():
 
 def test_a_budget_that_training_finds_out_is_the_room_of_the_system_asked_for(monkeypatch):
     job, auto = job_of([[64_000] * 8], 0, False), OffloadConfig(gpu_memory_budget_gib="auto")
-    (whole,) = make_estimate(job, OffloadConfig(), [], None, None).stages
+    (whole,) = make_estimate(job).stages
     least = whole.least_budget + 12 * 64_000
     monkeypatch.setattr(System, "room", least)
-    of_link = links("H200", None, None)
-    ours, numbers = (make_estimate(job, config, of_link, None, None) for config in (auto, budget_of(least)))
+    of_link = links("H200")
+    ours, numbers = (make_estimate(job, config, of_link) for config in (auto, budget_of(least)))
     assert 0 < ours.most_offloaded == numbers.most_offloaded < whole.states.total and ours.refusals == []
-    for of_links, told in ((links(None, None, None), job), (of_link, job_of([[64_000] * 8], None, False))):
-        nobody_says = make_estimate(told, auto, of_links, None, None)
+    for of_links, told in ((links(), job), (of_link, job_of([[64_000] * 8], None, False))):
+        nobody_says = make_estimate(told, auto, of_links)
         assert nobody_says.most_offloaded == whole.states.total and "all counts as offloaded" in nobody_says.notes[-1]

@@ -11,13 +11,12 @@ from built_jobs import job
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
-from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.activations import activation_bytes
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import floor_seconds, links
 
-pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SMALL = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 8"
 MANY_ACTIVATIONS = "--layers 4 --hidden 1024 --heads 16 --seq 2048 --mbs 4 --gbs 16"
@@ -42,7 +41,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_states_are_exact_and_peaks_within_two_percent(name):
     options, gpus, states, resident, offloaded = RUNS[name]
-    stage = make_estimate(job(options, gpus), OffloadConfig(), [], None, None).stages[0]
+    stage = make_estimate(job(options, gpus)).stages[0]
     assert stage.states.total == stage.states.offloaded == states
     assert stage.peak(0) == pytest.approx(resident, rel=0.02)
     if offloaded is not None:
@@ -53,89 +52,73 @@ EXPERTS = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --expe
 GROUPED = f"{EXPERTS} --grouped-experts"
 SHARED = ("model.moe_shared_expert_intermediate_size=1024", "model.moe_router_dtype=fp32")
 FUSED = {"bias_activation_fusion": True, "moe_permute_fusion": True}
+ATTENTION = ["core_attn", "attn_proj", "mlp_norm", "qkv_linear"]
+LARGE = "--layers 4 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2 --gbs 8"
+LONG = "--layers 16 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --gbs 3 --recompute attention --vocab 8192"
 
 
 def recomputed(*modules: str) -> dict[str, object]:
     return {**FUSED, "recompute_granularity": "selective", "recompute_modules": [*modules]}
 
 
-# job, overrides, settings that change no tensor of the model, peak allocated resident; unfused attention
-RUNS_OF_EXPERTS = {
-    "each fused into none": (GROUPED, (), {}, 6_945_398_272),
-    "each by itself, activation fused": (EXPERTS, (), {"bias_activation_fusion": True}, 6_408_523_264),
-    "activation and permutation fused": (GROUPED, (), FUSED, 6_509_227_520),
+def offloaded(*modules: str) -> dict[str, object]:
+    return {"fine_grained_activation_offloading": True, "offload_modules": [*modules]}
+
+
+# job, overrides, settings that change no tensor of the model, peak allocated resident, and how near it is; with unfused
+# attention. Then with modules whose activations mcore offloads, and with two of four layers that TE offloads.
+PEAKS = {
+    "each fused into none": (GROUPED, (), {}, 6_945_398_272, 0.01),
+    "each by itself, activation fused": (EXPERTS, (), {"bias_activation_fusion": True}, 6_408_523_264, 0.01),
+    "activation and permutation fused": (GROUPED, (), FUSED, 6_509_227_520, 0.01),
     "attention, norms and activation recomputed": (
-        GROUPED, (), recomputed("core_attn", "layernorm", "moe_act"), 6_098_152_960
+        GROUPED, (), recomputed("core_attn", "layernorm", "moe_act"), 6_098_152_960, 0.01
     ),
-    "shared experts": (GROUPED, SHARED, FUSED, 6_786_149_888),
-    "shared experts, activation recomputed": (GROUPED, SHARED, recomputed("moe_act"), 6_651_932_160),
-    "shared experts, all experts recomputed": (GROUPED, SHARED, recomputed("moe"), 6_299_151_872),
+    "shared experts": (GROUPED, SHARED, FUSED, 6_786_149_888, 0.01),
+    "shared experts, activation recomputed": (GROUPED, SHARED, recomputed("moe_act"), 6_651_932_160, 0.01),
+    "shared experts, all experts recomputed": (GROUPED, SHARED, recomputed("moe"), 6_299_151_872, 0.01),
     "8 experts, 4 a token, permutation not fused": (
         "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --experts 8 --topk 4 --grouped-experts",
-        SHARED, {"bias_activation_fusion": True}, 10_914_422_272,
+        SHARED, {"bias_activation_fusion": True}, 10_914_422_272, 0.01
     ),
-    "latent attention, projections recomputed": ("latent_experts", SHARED, recomputed("mla_up_proj"), 6_725_908_480),
+    "latent attention, projections recomputed": (
+        "latent_experts", SHARED, recomputed("mla_up_proj"), 6_725_908_480, 0.01
+    ),
+    "dense, offloaded": (LARGE, (), offloaded(*ATTENTION), 9_680_000_000, 0.02),
+    "experts, offloaded": (GROUPED, (), offloaded(*ATTENTION, "expert_fc1", "moe_act"), 6_130_000_000, 0.02),
+    "attention recomputed, offloaded": (LONG, (), offloaded("qkv_linear"), 73_141_000_000, 0.02),
+    "dense layers offloaded": (f"{MANY_ACTIVATIONS} --cpu-offloading-layers 2", (), {}, 6_424_052_736, 0.01),
+    "layers of experts offloaded": (
+        f"{MANY_ACTIVATIONS} --experts 4 --topk 2 --grouped-experts --cpu-offloading-layers 2",
+        (), {}, 10_621_803_008, 0.01
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS_OF_EXPERTS)
-def test_peaks_of_experts_are_within_one_percent(name):
-    options, overrides, model, measured = RUNS_OF_EXPERTS[name]
+@pytest.mark.parametrize("name", PEAKS)
+def test_peaks_of_experts_of_recomputation_and_of_activation_offload_are_those_that_were_measured(name):
+    options, overrides, model, measured, near = PEAKS[name]
     of_job = job(options, 1, *overrides)
-    vars(of_job.config.model).update(model)
-    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
-    assert stage.peak(0) == pytest.approx(measured, rel=0.01)
-
-
-ATTENTION = ["core_attn", "attn_proj", "mlp_norm", "qkv_linear"]
-LARGE = "--layers 4 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2 --gbs 8"
-LONG = "--layers 16 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --gbs 3 --recompute attention --vocab 8192"
-
-# options, modules whose activations mcore offloads, peak allocated with the states resident
-RUNS_WITH_ACTIVATION_OFFLOAD = {
-    "dense": (LARGE, ATTENTION, 9_680_000_000),
-    "experts": (GROUPED, [*ATTENTION, "expert_fc1", "moe_act"], 6_130_000_000),
-    "attention recomputed": (LONG, ["qkv_linear"], 73_141_000_000),
-}
-
-
-@pytest.mark.parametrize("name", RUNS_WITH_ACTIVATION_OFFLOAD)
-def test_peaks_with_mcores_activation_offload_are_within_two_percent(name):
-    options, modules, measured = RUNS_WITH_ACTIVATION_OFFLOAD[name]
-    of_job = job(options, 1)
-    settings = {"fine_grained_activation_offloading": True, "offload_modules": modules}
     without = activation_bytes(of_job, 0)
-    vars(of_job.config.model).update(settings)
-    assert activation_bytes(of_job, 0) < without
-    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
-    assert stage.peak(0) == pytest.approx(measured, rel=0.02)
-    for unknown in (
-        {"offload_modules": ["attn_norm"]},
-        {"activation_offload_fraction": 0.5},
-        {"min_offloaded_tensor_size": 2**26},
-    ):
-        vars(of_job.config.model).update(settings | unknown)
-        assert activation_bytes(of_job, 0) is None
-
-
-LAYERS_OFFLOADED = {
-    "dense": (MANY_ACTIVATIONS, 6_424_052_736),
-    "experts": (f"{MANY_ACTIVATIONS} --experts 4 --topk 2 --grouped-experts", 10_621_803_008),
-}
-"""Peaks allocated with the states resident and two of four layers offloaded by Transformer Engine."""
-
-
-@pytest.mark.parametrize("name", LAYERS_OFFLOADED)
-def test_peaks_with_layers_that_transformer_engine_offloads_are_within_one_percent(name):
-    options, measured = LAYERS_OFFLOADED[name]
-    of_job = job(f"{options} --cpu-offloading-layers 2", 1)
-    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
-    assert stage.peak(0) == pytest.approx(measured, rel=0.01)
-    of_layers = [activation_bytes(of_job, 0)]
-    for count in (1, 0):
-        of_job.config.model.cpu_offloading_num_layers = count
-        of_layers.append(activation_bytes(of_job, 0))
-    assert of_layers == sorted(of_layers)
+    vars(of_job.config.model).update(model)
+    (stage,) = make_estimate(of_job).stages
+    assert stage.peak(0) == pytest.approx(measured, rel=near)
+    if "offload_modules" in model:
+        assert stage.activations < without
+        for unknown in (
+            {"offload_modules": ["attn_norm"]},
+            {"activation_offload_fraction": 0.5},
+            {"min_offloaded_tensor_size": 2**26},
+        ):
+            vars(of_job.config.model).update(model | unknown)
+            assert activation_bytes(of_job, 0) is None
+            vars(of_job.config.model).update(activation_offload_fraction=1.0, min_offloaded_tensor_size=2**20)
+    if of_job.config.model.cpu_offloading:
+        of_layers = [stage.activations]
+        for count in (1, 0):
+            of_job.config.model.cpu_offloading_num_layers = count
+            of_layers.append(activation_bytes(of_job, 0))
+        assert of_layers == sorted(of_layers)
 
 
 FOUR = "--layers 4 --hidden 2048 --ffn 4096 --heads 16 --seq 2048 --mbs 4 --gbs 16 --recompute attention --vocab 8192"
@@ -144,7 +127,7 @@ FOUR = "--layers 4 --hidden 2048 --ffn 4096 --heads 16 --seq 2048 --mbs 4 --gbs 
 def test_the_host_memory_that_mcore_pins_for_activations_is_what_a_run_pinned():
     of_job = job(f"{FOUR} --experts 8 --topk 2 --grouped-experts", 1)
     vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["expert_fc1", "moe_act"])
-    plan = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None)
+    plan = make_estimate(of_job, links=links("H200"))
     (stage,) = plan.stages
     batches = 2 * 4 * 2048**2  # the masks of two, which the loader pins
     assert stage.copies + batches == pytest.approx(2.28 * 2**30, abs=0.005 * 2**30)
@@ -155,11 +138,8 @@ def test_the_host_memory_that_transformer_engine_pins_is_counted_by_tensor_in_po
     of_job = job(f"{MANY_ACTIVATIONS} --cpu-offloading-layers 2", 1)
     model = of_job.config.model
 
-    def plan():
-        return make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None)
-
     def pinned():
-        found = plan()
+        found = make_estimate(of_job)
         assert found.most_pinned == found.stages[0].states.offloaded + found.stages[0].copies
         return found.stages[0].copies
 
@@ -172,17 +152,18 @@ def test_the_host_memory_that_transformer_engine_pins_is_counted_by_tensor_in_po
     assert pinned() == 2 * (of_layer - 3 * 32) * 2**20
     model.ffn_hidden_size = 16  # 2^17 elements: none of these leaves
     assert pinned() == 2 * (of_layer - 3 * 64) * 2**20
-    assert any("Transformer Engine offloads some, and pins 1.24 GB a rank" in note for note in plan().notes)
-    model.fp8 = "hybrid"
-    assert any(
-        "pins bytes that are not known (activations are not counted with model.cpu_offloading=True and FP8" in note
-        for note in plan().notes
-    )
+    for fp8, told in (
+        (None, "1.24 GB a rank"),
+        ("hybrid", "bytes that are not known (activations are not counted with model.cpu_offloading=True and FP8"),
+    ):
+        model.fp8 = fp8
+        text = f"activations: Transformer Engine offloads some, and pins {told}"
+        assert any(note.startswith(text) for note in make_estimate(of_job).notes)
 
 
 def test_the_preset_of_many_slabs_has_more_than_400():
     config = OffloadConfig(slab_bytes=SLAB_BYTES["slabs"])
-    stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, [], None, None).stages[0]
+    stage = make_estimate(job(f"{PRESETS['slabs']} --gbs 8", 1), config, []).stages[0]
     assert stage.states.total == 19_282_103_808  # as the run on an H200 had
     assert 2 * len(stage.states.parts) > 400  # masters and moments of a part are a slab each at least
 
@@ -190,7 +171,7 @@ def test_the_preset_of_many_slabs_has_more_than_400():
 def activations(options: str, **model: object) -> int:
     of_job = job(f"{options} --vocab 128", 1)
     vars(of_job.config.model).update({"recompute_granularity": "selective", **model})
-    (stage,) = make_estimate(of_job, OffloadConfig(), [], None, None).stages
+    (stage,) = make_estimate(of_job).stages
     return stage.activations
 
 
@@ -234,15 +215,15 @@ def test_each_module_that_is_recomputed_alone_spares_what_it_keeps_and_experts_a
 
 def test_copies_hide_behind_a_forward_that_is_longer():
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
-    (bare,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
+    (bare,) = make_estimate(of_job, links=links("H200")).links
     assert bare.link_seconds == pytest.approx(0.3, abs=1e-3)
     assert bare.most_floor == pytest.approx(16.62e9 / 50.8e9, rel=1e-3), "measured: 16.62 GB were copied each way"
     whole = OffloadConfig(master_remainders=False)
-    (bare,) = make_estimate(of_job, whole, links("H200", None, None), None, None).links
+    (bare,) = make_estimate(of_job, whole, links("H200")).links
     assert bare.link_seconds == pytest.approx(0.3555, abs=1e-3)
     assert bare.most_floor == pytest.approx(19_693_461_504 / 50.8e9)
     assert bare.hidden_from == bare.link_seconds
-    (hidden,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.75, None).links
+    (hidden,) = make_estimate(of_job, OffloadConfig(), links("H200"), 0.75, None).links
     assert hidden.floor == 0.0, "measured: a step of 4.536 s took 4.559 s"
     (given,) = make_estimate(of_job, OffloadConfig(), links(None, 10.0, 4), 0.75, None).links
     assert (given.link.name, given.link.gpus) == ("given", 4) and given.floor > 0
@@ -263,19 +244,19 @@ def test_the_floor_is_of_one_stages_bytes_and_room():
 @pytest.mark.parametrize(("gpus", "figures"), [(1, "55/55/51"), (2, "55/55/43"), (16, "20/20/12")])
 def test_a_link_is_that_of_as_many_gpus_as_copy_on_a_host(gpus, figures):
     of_job = job(f"{PRESETS['short']} --gbs 64", gpus)
-    (of_node,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None).links
+    (of_node,) = make_estimate(of_job, links=links("H200")).links
     assert of_node.link.figures == figures
-    (alone,) = make_estimate(of_job, OffloadConfig(), links("H200", None, 1), None, None).links
+    (alone,) = make_estimate(of_job, links=links("H200", None, 1)).links
     assert alone.link.figures == "55/55/51"
-    (given,) = make_estimate(of_job, OffloadConfig(), links("H200", 30.0, None), None, None).links
+    (given,) = make_estimate(of_job, links=links("H200", 30.0, None)).links
     assert given.link.figures == "30/30/30"
 
 
 def test_without_activations_no_floor_is_given_but_the_bare_one():
     of_job = job(f"{PRESETS['long']} --gbs 6", 1)
-    (known,) = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.1, None).links
+    (known,) = make_estimate(of_job, OffloadConfig(), links("H200"), 0.1, None).links
     of_job.config.model.mtp_num_layers = 1
-    plan = make_estimate(of_job, OffloadConfig(), links("H200", None, None), 0.1, None)
+    plan = make_estimate(of_job, OffloadConfig(), links("H200"), 0.1, None)
     (link,) = plan.links
     assert link.most_floor == known.most_floor
     assert (known.floor is None, link.floor, link.hidden_from) == (False, None, None)
@@ -287,7 +268,7 @@ def test_an_optimizer_that_the_config_builds_itself_is_noted_as_it_may_step_whol
     of_job = job(SMALL, 1)
     if provides:
         of_job.config.optimizer.provide = "provide"
-    notes = make_estimate(of_job, OffloadConfig(), [], None, None).notes
+    notes = make_estimate(of_job).notes
     assert any(note.startswith("optimizer.provide:") for note in notes) == provides
 
 
@@ -295,14 +276,14 @@ def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything()
     of_job = replace(job(SMALL, 1), engine="mcore generation 2")
     of_job.config.optimizer.optimizer_state_offload_fraction = 0.5
     with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
-        make_estimate(of_job, OffloadConfig(), [], None, None)
+        make_estimate(of_job)
     of_job.config.optimizer.optimizer_state_offload_fraction = 1.0
-    assert make_estimate(of_job, OffloadConfig(), [], None, None).most_offloaded == RUNS["4 layers"][2]
+    assert make_estimate(of_job).most_offloaded == RUNS["4 layers"][2]
 
 
 def test_a_node_pins_what_its_ranks_offload():
     of_job = job(f"{PRESETS['short']} --gbs 64 --pp 4", 32)
-    plan = make_estimate(of_job, OffloadConfig(), links("GB200", None, None), None, None)
-    ranks = [states for of_stage in plan.state_bytes_by_rank for states in of_stage]
+    plan = make_estimate(of_job, links=links("GB200"))
+    ranks = [of_rank.total for of_stage in plan.states for of_rank in of_stage]
     assert len(ranks) == 32
     assert plan.links[0].pinned == max(sum(ranks[first : first + 4]) for first in range(0, 32, 4))

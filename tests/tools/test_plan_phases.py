@@ -68,7 +68,7 @@ def test_masters_of_transformer_engine_tell_nothing():
     own = ("master", "master_param", "float32", True, False, False, False)
     of_adam = replace(held.optimizers[0], kinds=[[*MOMENTS, own]])
     of_job = replace(of_job, held=[replace(held, optimizers=[of_adam])])
-    made = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)
+    made = make_estimate(of_job, links=links("H200"), activations=GB)
     (stage,) = plan_phases(made).stages
     assert stage.untold == stage.shard == 16 * GB
 
@@ -96,7 +96,7 @@ def planned(training, limit=None):
     optimizers = list(states_of_leaves(training.optimizer))
     held = held_of(cfg.model, training.model, optimizers, [[*range(len(optimizers))]])
     of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test", held=[held])
-    made = make_estimate(of_job, OffloadConfig(), links("H200", None, None), None, None, GB)
+    made = make_estimate(of_job, links=links("H200"), activations=GB)
     (stage,) = plan_phases(made, limit).stages
     return stage
 

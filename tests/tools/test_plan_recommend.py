@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS
-from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.job import read_job
+from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.job.recomputation import KINDS, OFFLOADED
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import recommend
@@ -22,7 +21,7 @@ from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
 
-pytestmark = [pytest.mark.skipif(bool(missing_packages()), reason="builds Megatron-Bridge's models"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 GB = 10**9
 REFUSED = dict.fromkeys([*KINDS, OFFLOADED], "no")
@@ -42,9 +41,21 @@ RUNS = {
 }
 
 
+def recommended(of_job: Job, system: str = "H200", gpus: int | None = 1, **how: object) -> recommend.Recommendation:
+    """Return the ways to run a job on a system with so many GPUs a node; how: see `Recommender`."""
+    (link,) = links(system, None, gpus)
+    return recommend.Recommender(of_job, link, **how).recommend()
+
+
 def recommendation(options: str, system: str = "H200", **changes: object) -> recommend.Recommendation:
-    (link,) = links(system, None, 1)
-    return recommend.Recommender(replace(job(options, 1), **changes), link).recommend()
+    return recommended(replace(job(options, 1), **changes), system)
+
+
+def as_measured(of_job: Job, seconds: float) -> dict[str, float]:
+    """Return seconds of a microbatch where a step takes so many, of a GPU with another share of the rate than is counted."""
+    counted = compute_of(of_job, "H200")
+    times = seconds / counted.step
+    return {"forward": counted.forward * times, "backward": counted.whole_backward * times}
 
 
 def choice(found: recommend.Recommendation, name: str) -> recommend.Choice:
@@ -97,16 +108,13 @@ MEASURED = {
 @pytest.mark.parametrize("options", MEASURED)
 def test_activation_offload_is_compared_with_states_within_five_percent_of_what_was_measured(options):
     attention, modules, *measured = MEASURED[options]
-    of_job, (link,) = job(options, 1), links("H200", None, 1)
+    of_job = job(options, 1)
     of_job.config.model.attention_backend = attention
-    counted = compute_of(of_job, "H200")
-    of_gpu = measured[0][0] / counted.step  # a GPU's share of the data sheet's rate is no half, as is counted
-    found = []
+    given, found = as_measured(of_job, measured[0][0]), []
     for offloaded in ([], modules):
         vars(of_job.config.model).update(fine_grained_activation_offloading=bool(offloaded), offload_modules=offloaded)
-        given = counted.forward * of_gpu, counted.whole_backward * of_gpu
-        recommendation = recommend.Recommender(of_job, link, *given).recommend()
-        found += [choice(recommendation, way) for way in ("as configured", "as configured, all offloaded")]
+        ways = recommended(of_job, **given)
+        found += [choice(ways, way) for way in ("as configured", "as configured, all offloaded")]
     assert [one.step for one in found] == pytest.approx([seconds for seconds, _ in measured], rel=0.05)
     assert [one.peak for one in found] == pytest.approx([peak * GB for _, peak in measured], rel=0.05)
 
@@ -141,11 +149,9 @@ WITH_GRADIENTS = {
 
 @pytest.mark.parametrize("options", WITH_GRADIENTS)
 def test_gradients_are_compared_within_five_percent_of_what_was_measured_where_a_backward_hides_them(options):
-    of_job, (link,) = job(options, 1), links("H200", None, 1)
+    of_job = job(options, 1)
     resident, *measured = WITH_GRADIENTS[options]
-    counted = compute_of(of_job, "H200")
-    of_gpu = resident / counted.step
-    found = recommend.Recommender(of_job, link, counted.forward * of_gpu, counted.whole_backward * of_gpu).recommend()
+    found = recommended(of_job, **as_measured(of_job, resident))
     word = "lazy" if of_job.microbatches == 1 else "offloaded"
     ways = ["as configured, all offloaded", f"as configured, gradients {word}, all offloaded"]
     told = [choice(found, way) for way in ways if any(one.name == way for one in found.choices)]
@@ -158,8 +164,7 @@ def test_gradients_are_compared_within_five_percent_of_what_was_measured_where_a
 
 
 def test_gradients_are_offloaded_where_states_alone_do_not_fit():
-    of_job, (link,) = job(f"{LONG} --layers 12 --gbs 6", 1), links("H200", None, 1)
-    found = recommend.Recommender(replace(of_job, recomputations=REFUSED), link, room=49 * GB).recommend()
+    found = recommended(replace(job(f"{LONG} --layers 12 --gbs 6", 1), recomputations=REFUSED), room=49 * GB)
     assert found.advised is choice(found, "as configured, gradients offloaded, all offloaded")
     assert "optimizer.offload.gradients=true" in found.advised.overrides
     assert not choice(found, "as configured, all offloaded").fits
@@ -206,9 +211,9 @@ def test_copies_of_a_layer_hide_behind_the_layers_around_it(out, back, in_layers
 
 
 def test_beside_a_configs_own_activation_offload_no_way_is_told_whose_activations_are_not_counted():
-    of_job, (link,) = job(FIVE, 1), links("H200", None, 1)
+    of_job = job(FIVE, 1)
     vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear"])
-    found = recommend.Recommender(of_job, link).recommend()
+    found = recommended(of_job)
     assert choice(found, "activations resident").peak == recommendation(FIVE).choices[0].peak > found.choices[0].peak
     whole = choice(found, "all recomputed")
     assert whole.peak == choice(recommendation(FIVE), "all recomputed").peak
@@ -228,13 +233,8 @@ def test_layers_that_transformer_engine_offloads_have_their_terms_too():
     assert again.peak == choice(without, "all recomputed").peak and "model.cpu_offloading=False" in again.overrides
 
 
-def test_activation_offload_is_not_offered_where_mcores_own_fails():
-    of_job, (link,) = job(f"{FIVE} --layers 8 --pp 2 --vpp 2", 2), links("H200", None, 1)
-    assert not any(OFFLOADED in one.name for one in recommend.Recommender(of_job, link).recommend().choices)
-
-
 def test_ways_are_compared_on_the_same_host():
-    alone, shared = (recommend.Recommender(job(TIGHT, 8), links("H200", None, gpus)[0]).recommend() for gpus in (1, 8))
+    alone, shared = (recommended(job(TIGHT, 8), gpus=gpus) for gpus in (1, 8))
     assert "at 55/55/51 GB/s" in alone.terms[1] and "at 20/20/12 GB/s" in shared.terms[1]
     added = [choice(found, "HybridDeviceOptimizer").step - found.choices[0].step for found in (alone, shared)]
     assert added[1] == pytest.approx(added[0] * 55.4 / 19.7)
@@ -294,39 +294,31 @@ def test_the_largest_micro_batch_divides_the_batch_and_fits():
     (larger,) = (one for one in found.choices if one.name.startswith("micro batch"))
     assert larger.name == "micro batch of 8, all offloaded" and larger.fits
     over = recommend.with_settings(job(f"{TIGHT} --recompute attention", 1), train={"micro_batch_size": 16})
-    (link,) = links("H200", None, 1)
-    assert not choice(recommend.Recommender(over, link).recommend(), "as configured, all offloaded").fits
+    assert not choice(recommended(over), "as configured, all offloaded").fits
 
 
 def test_a_given_forward_scales_what_is_recomputed_with_it():
-    (link,) = links("H200", None, 1)
     of_job = job(f"{TIGHT} --recompute attention", 1)
-    counted = recommend.Recommender(of_job, link).recommend()
-    given = recommend.Recommender(of_job, link, forward=1.0).recommend()
+    counted, given = recommended(of_job), recommended(of_job, forward=1.0)
     assert given.choices[0].step > 16 * 3.0 and "as given" in given.terms[0]
     ratios = [one.change(choice(one, "all recomputed")) for one in (counted, given)]
     assert ratios[0] == pytest.approx(ratios[1], abs=0.05)
 
 
 def test_given_seconds_are_of_the_configs_own_microbatch_and_what_it_recomputes():
-    (link,) = links("H200", None, 1)
     of_job = job(f"{FIVE} --recompute full --gbs 12", 1)
-    counted = compute_of(of_job, "H200")
-    as_counted = recommend.Recommender(of_job, link).recommend()
-    given = recommend.Recommender(of_job, link, counted.forward, counted.whole_backward).recommend()
+    as_counted = recommended(of_job)
+    given = recommended(of_job, **as_measured(of_job, compute_of(of_job, "H200").step))
     assert [one.name for one in given.choices] == [one.name for one in as_counted.choices]
     for one, other in zip(given.choices, as_counted.choices, strict=True):
         assert one.step == pytest.approx(other.step), one.name
     assert any(one.name.startswith("micro batch of 12") for one in given.choices)
     with pytest.raises(ValueError, match=r"--backward-seconds 0\.1: what the config recomputes takes 0\.196 s"):
-        recommend.Recommender(of_job, link, 0.2, 0.1)
+        recommended(of_job, forward=0.2, backward=0.1)
 
 
 def test_the_terms_tell_of_states_gradients_activations_and_recomputation_and_why_a_way_is_missing():
-    def starts(options, **changes):
-        return [*recommendation(options, **changes).terms]
-
-    found = starts(FIVE, recomputations={"MLP recomputed": "no"})
+    found = recommendation(FIVE, recomputations={"MLP recomputed": "no"}).terms
     for begin in (
         "compute: 2 microbatches of ",
         "states: all of them take 0.064 s one way. They add at least ",
@@ -336,47 +328,41 @@ def test_the_terms_tell_of_states_gradients_activations_and_recomputation_and_wh
         "not offered: MLP recomputed: Megatron-Bridge refuses it here: no",
     ):
         assert sum(term.startswith(begin) for term in found) == 1, begin
-    small = starts(NINE, system="H100", refusals=["no"])
-    assert "not offered: no recomputation: it does not fit, nor with the offload" in small
-    (link,) = links("H200", None, 1)
+    small = recommendation(NINE, system="H100", refusals=["no"])
+    assert "not offered: no recomputation: it does not fit, nor with the offload" in small.terms
     of_job = job(f"{WIDE} --pp 2 --vpp 2", 2)
     of_job.config.model.attention_backend = "fused"
-    left_out = recommend.Recommender(of_job, link).recommend().terms[-2:]
+    found = recommended(of_job)
+    assert not any(OFFLOADED in one.name for one in found.choices)
+    left_out = found.terms[-2:]
     assert left_out[0].startswith("not offered: attention recomputed: of fused attention it spares nothing")
     assert left_out[1].startswith("not offered: activations offloaded: with several model chunks a rank mcore 0")
     vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear"])
-    notes = make_estimate(of_job, OffloadConfig(), [link], None, None).notes
-    assert any("ends with its own error (Chunk mismatch)" in note for note in notes)
+    assert any("ends with its own error (Chunk mismatch)" in note for note in make_estimate(of_job).notes)
     of_job.config.model.fine_grained_activation_offloading = False
-    given = recommend.Recommender(of_job, link, activations=GB).recommend().terms
+    given = recommended(of_job, activations=GB).terms
     assert sum(term.endswith("activations are not counted, but as --activations-gb says") for term in given) > 2
 
 
 def test_the_fewest_gpus_are_found_with_and_without_the_offload():
-    (link,) = links("H200", None, None)
     of_job = replace(read_job("qwen3_235b_a22b_64gpu", None, {}), recomputations={})
-    found = recommend.Recommender(of_job, link).recommend()
+    found = recommended(of_job, gpus=None)
     assert (found.fewest.gpus, found.fewest.name) == (64, "as configured, least offload")
     resident = found.choices[-1]
     assert (resident.gpus, resident.fits, resident.offloaded) == (128, True, 0)
     assert not found.choices[0].fits  # and there are none between that would do
     tokens = of_job.config.train.global_batch_size * of_job.config.model.seq_length
     assert found.choices[0].rate == pytest.approx(tokens / found.choices[0].step / 64)
-
-
-def test_more_gpus_are_advised_where_nothing_fits_on_those_that_there_are():
-    (link,) = links("H200", None, None)
-    of_job = replace(read_job("qwen3_235b_a22b_64gpu", None, {}), recomputations=REFUSED, refusals=["no"])
-    found = recommend.Recommender(of_job, link).recommend()
+    # And where nothing fits on those that there are, more are advised.
+    found = recommended(replace(of_job, recomputations=REFUSED, refusals=["no"]), gpus=None)
     assert found.advised is None and found.fewest.gpus == 128
     assert found.sentence == f"Recommended: {found.fewest.name}; nothing fits on 64"
 
 
 @pytest.mark.parametrize(("name", "gpus"), [("qwen3_30b_a3b_8gpu", 16), ("llama3_70b_64gpu", 32)])
 def test_a_job_on_other_gpus_has_what_mcore_lays_out_there(name, gpus):
-    (link,) = links("H200", None, None)
     ours, mcores = recommend.on_gpus(read_job(name, None, {}), gpus), read_job(name, gpus, {})
-    one, other = (make_estimate(each, each.offload, [link], None, None, GB) for each in (ours, mcores))
+    one, other = (make_estimate(each, links=links("H200"), activations=GB) for each in (ours, mcores))
     for peak in ("resident_peak", "offloaded_peak", "least_budget", "most_pinned"):
         assert getattr(one, peak) == pytest.approx(getattr(other, peak), rel=2e-3), peak
 
@@ -401,7 +387,6 @@ def test_the_command_prints_what_is_advised_and_as_json(monkeypatch):
 
 
 def test_what_cannot_be_told_is_refused_by_name():
-    assert "--recommend needs --system" in run("tiny", "--recommend")[1]
     status, output = run("nemotron_3_nano_8gpu", "--system", "H200", "--recommend")
     assert status == 2 and "--recommend: activations are not counted with model.hybrid_" in output
     status, output = run("nemotron_3_nano_8gpu", "--system", "H200", "--recommend", "--activations-gb", "20")

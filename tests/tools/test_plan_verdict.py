@@ -36,7 +36,7 @@ def job(billions: float, **changes: object) -> Job:
 
 def estimate(billions: float, activations_gb: float | None = 1.0, system: str | None = None, **changes: object):
     activations = None if activations_gb is None else int(activations_gb * GB)
-    of_links = links(system, None, None)
+    of_links = links(system)
     offload = OffloadConfig(gpu_memory_budget_gib=changes.pop("budget", None))  # type: ignore[arg-type]
     return make_estimate(job(billions, **changes), offload, of_links, None, None, activations)
 

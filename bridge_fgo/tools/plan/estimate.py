@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,11 +163,6 @@ class Estimate:
         return _fullest_node(self.pinned, ranks)
 
     @property
-    def state_bytes_by_rank(self) -> list[list[int]]:
-        """Bytes of all states, of each rank of each stage."""
-        return [[of_rank.total for of_rank in of_stage] for of_stage in self.states]
-
-    @property
     def refusals(self) -> list[str]:
         """Why training would refuse the job with the flag set."""
         return [*self.job.refusals, *budget_refusals(self.job, self.stages, self.offload)]
@@ -175,14 +170,14 @@ class Estimate:
 
 def make_estimate(
     job: Job,
-    offload: OffloadConfig,
-    links: list[Link],
-    forward: float | None,
-    backward: float | None,
+    offload: OffloadConfig | None = None,
+    links: Sequence[Link] = (),
+    forward: float | None = None,
+    backward: float | None = None,
     activations: int | None = None,
     states: list[list[StateBytes]] | None = None,
 ) -> Estimate:
-    """Return the estimate of a job with some offload, and of its copies on some links.
+    """Return the estimate of a job with some offload, by default its own, and of its copies on some links.
 
     forward, backward: seconds of one microbatch on a rank, where the user knows them; backward is twice the forward by
     default. activations: peak of each stage in bytes, where the user knows it; else they are counted. states: of a
@@ -193,6 +188,7 @@ def make_estimate(
             nothing to estimate; or upstream's offloader chooses a share of them by a setting of its own; or what a
             budget leaves is not known.
     """
+    offload = offload or job.offload
     share = getattr(job.config.optimizer, "optimizer_state_offload_fraction", 1.0)
     if job.engine == "mcore generation 2" and share != 1.0:
         raise ValueError(

@@ -122,7 +122,7 @@ SYSTEMS = {
 }
 
 
-def links(system: str | None, link_gbs: float | None, gpus_per_node: int | None) -> list[Link]:
+def links(system: str | None = None, link_gbs: float | None = None, gpus_per_node: int | None = None) -> list[Link]:
     """Return the links of a system, or of all; with the user's GB/s each way, or GPUs of a node, where they are given.
 
     Raises:
