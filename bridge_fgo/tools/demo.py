@@ -24,13 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bridge_fgo.tools.arms.runner import ArmRun, Comparison, Event, compare, launcher, run_arm
 from bridge_fgo.tools.settings import Json, in_a_folder, option
-from bridge_fgo.tools.show import print_parts, print_table, readable_bytes, readable_number
+from bridge_fgo.tools.show import print_parts, readable_bytes, readable_number, table
 
 NOT_EQUAL = 1
 DEFAULT_STEPS = 20
 TABLE_ROWS = 60
-MODULES = {"cuda": "bridge_fgo.tools.arms.gpu", "cpu": "bridge_fgo.tools.arms.cpu"}
-"""The module that trains one arm, by device."""
+MODULE = "bridge_fgo.tools.arms.gpu"
+"""The module that trains one arm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def run_arms(
 def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Comparison, cpu: bool) -> None:
     """Print losses, bytes, and whether the two arms are bitwise equal."""
     arms = (resident, offloaded)
-    losses = [["step", "loss, resident", "loss, offloaded", "equal"]]
+    losses = []
     rows = list(zip(resident.steps, offloaded.steps, same.steps, strict=False))
     for index, (ours, theirs, equal) in enumerate(rows):
         # Of a long run the first and last steps, and all that differ.
@@ -149,7 +149,7 @@ def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Co
             continue
         pair = (readable_number(event.get("loss")) for event in (ours, theirs))
         losses.append([str(ours["step"]), *pair, "yes" if equal else "[bold red]NO[/]"])
-    print_table(console, losses)
+    console.print(table("", ("step", "loss, resident", "loss, offloaded", "equal"), losses))
     figures = {
         "optimizer state": "state_bytes",
         "released during forward and backward": "released_bytes",
@@ -159,11 +159,10 @@ def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Co
         figures["peak state in forward and backward"] = "peak_forward_backward_bytes"
     else:
         figures |= {"peak allocated": "peak_allocated_bytes", "peak reserved": "peak_reserved_bytes"}
-    table = [["", "resident", "offloaded"]]
-    table += [[title, *(readable_bytes(arm.result.get(name)) for arm in arms)] for title, name in figures.items()]
+    found = [[title, *(readable_bytes(arm.result.get(name)) for arm in arms)] for title, name in figures.items()]
     if not cpu:
-        table.append(["median step", *(f"{median_seconds(arm):.3f} s" for arm in arms)])
-    print_table(console, table)
+        found.append(["median step", *(f"{median_seconds(arm):.3f} s" for arm in arms)])
+    console.print(table("", ("", "resident", "offloaded"), found))
     print_parts(console, same.parts)
     if cpu:
         console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
@@ -201,12 +200,10 @@ def run(settings: Settings) -> int:
     errors = Console(stderr=True, soft_wrap=True)
     device = find_device(settings.device, errors)
     steps = settings.steps or DEFAULT_STEPS
-    size = [] if settings.layers is None else ["--layers", str(settings.layers)]
-    arms = {
-        name: ["--steps", str(steps), *size, "--offload", offload]
-        for name, offload in (("resident", "off"), ("offloaded", "on"))
-    }
-    resident, offloaded = run_arms(MODULES[device], arms, steps, settings.keep, errors)
+    how = [*["--cpu"] * (device == "cpu"), "--steps", str(steps)]
+    how += [] if settings.layers is None else ["--layers", str(settings.layers)]
+    arms = {name: [*how, "--offload", offload] for name, offload in (("resident", "off"), ("offloaded", "on"))}
+    resident, offloaded = run_arms(MODULE, arms, steps, settings.keep, errors)
     same = compare(resident, offloaded)
     if settings.json_output:
         print(json.dumps(json_report(resident, offloaded, same), allow_nan=False))

@@ -252,7 +252,7 @@ def _examine_memory(
     findings: Findings, config: dict[str, Any], gpus_per_node: int | None, machine: Machine, estimate: Estimate
 ) -> int:
     """Note what will be offloaded and pinned; return the most bytes that a rank pins."""
-    job, pinned = estimate.job, estimate.most_pinned
+    job, pinned = estimate.job, max(estimate.pinned)
     ranks = gpus_per_node or len(machine.gpus) or None
     # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
     is_known = ranks is not None or job.parallel.gpus == 1
@@ -285,7 +285,7 @@ def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
     needed, free, whole = sum(estimate.fullest_node(ranks)), available_bytes(), total_bytes()
     if needed > free:
         yield (
-            f"mcore's offloader pins {estimate.most_pinned} bytes a rank in the first steps, about {needed} on this "
+            f"mcore's offloader pins {max(estimate.pinned)} bytes a rank in the first steps, about {needed} on this "
             f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who "
             "takes more; OffloadConfig.engine='native' pins less, and says so before training"
         )

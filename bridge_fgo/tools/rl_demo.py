@@ -14,7 +14,7 @@ from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.runner import ArmRun, Event, compare
 from bridge_fgo.tools.bench.plots import save_picture
 from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
-from bridge_fgo.tools.show import print_parts, print_table, readable_bytes
+from bridge_fgo.tools.show import print_parts, readable_bytes, table
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
 ARMS = (("resident", False), ("sleeping", True))
@@ -132,16 +132,15 @@ def print_report(console: Console, resident: ArmRun, sleeping: ArmRun, equal: di
     """Print rewards, moves, and whether the arms are bitwise equal."""
     on_cpu = sleeping.start.get("device") == "cpu"
     ends = min(ENDS, len(sleeping.steps))
-    rewards = [["", f"reward, first {ends}", f"last {ends}", "an iteration"]]
+    rewards, moves = [], []
     for arm in (resident, sleeping):
         first, last = ends_of_rewards(arm)
         rewards.append([arm.name, f"{first:.3f}", f"{last:.3f}", f"{median_seconds(arm):.3f} s"])
-    print_table(console, rewards)
-    moves = [["of an iteration", *FIGURES]]
+    console.print(table("", ("", f"reward, first {ends}", f"last {ends}", "an iteration"), rewards))
     for name, move in moves_of(sleeping).items():
         copied, freed, returned = (readable_bytes(move[figure]) for figure in ("copied", "freed", "returned"))
         moves.append([MOVES[name], f"{move['seconds']:.4f}", copied, freed, "-" if on_cpu else returned])
-    print_table(console, moves)
+    console.print(table("", ("of an iteration", *FIGURES), moves))
     second = f"A second process took and filled {readable_bytes(held_bytes(sleeping))} in each sleep."
     if on_cpu:
         second = "On the CPU there is no driver to give memory back to, and no second process that takes it."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -32,12 +33,14 @@ def readable_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.9g}"
 
 
-def print_table(console: Console, cells: list[list[str]]) -> None:
-    """Print cells as a table; the first row is the head."""
-    table = Table(*cells[0])
-    for row in cells[1:]:
-        table.add_row(*row)
-    console.print(table)
+def table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], bold: str = "", **how: Any) -> Table:
+    """Return a table of figures: the first column is text, and the one called `bold` stands out."""
+    made = Table(title=title, title_justify="left", **how)
+    for place, name in enumerate(heads):
+        made.add_column(name, justify="right" if place else "left", style="bold" if name == bold else None)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def print_parts(console: Console, parts: dict[str, bool], how: str = "") -> None:

@@ -6,14 +6,10 @@ from datetime import timedelta
 
 import pytest
 import torch
+from cpu_training import CpuOptions, CpuTraining
 
 from bridge_fgo.tools.arms.final_state import digest
 from bridge_fgo.tools.arms.runner import EventWriter
-
-pytest.importorskip("megatron.core")
-
-from cpu_training import CpuOptions, CpuTraining
-
 from bridge_fgo.tools.standins import cuda
 
 KINDS = ("params", "masters", "moments")

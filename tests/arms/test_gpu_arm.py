@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lengths import in_turn
 
 import bridge_fgo
 from bridge_fgo.figures import GRADIENT_FIGURES
@@ -291,3 +292,13 @@ def test_phases_are_those_of_the_steps_that_count_and_not_of_the_wait_for_a_turn
         if step in turns:
             clock.begin_turn(step)
     assert clock.medians() == pytest.approx({"forward": 2, "first_forward": 1, "backward": 2, "rest": 995})
+
+
+def test_a_forward_step_gets_one_cut_batch_a_call(monkeypatch):
+    monkeypatch.setattr("megatron.core.num_microbatches_calculator.get_num_microbatches", lambda: 2)
+    seen = []
+    step = in_turn(lambda state, data, model: seen.append(next(data)["tokens"].shape[1]), (3, 5))
+    data = iter({"tokens": torch.ones(1, 8)} for _ in range(9))
+    for _ in range(8):
+        step(SimpleNamespace(), data, None)
+    assert seen == [3, 3, 5, 5, 3, 5, 5, 3] and len(list(data)) == 1

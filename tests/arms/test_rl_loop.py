@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.tools.arms.final_state import final_state, joined_digests
 from bridge_fgo.tools.arms.rl.loop import Iteration, Loop

@@ -8,14 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from bridge_fgo.recipes import catalog, dry_run
-from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.main import app
-
-pytest.importorskip("nemo_run")
-
 from bridge_fgo.recipes.entrypoint import Job
-
-needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
+from bridge_fgo.tools.main import app
 
 
 def job(**settings):
@@ -43,7 +37,6 @@ def plans_here(monkeypatch):
     monkeypatch.setattr(dry_run, "subprocess", SimpleNamespace(run=run))
 
 
-@needs_megatron
 @pytest.mark.slow
 @pytest.mark.usefixtures("plans_here")
 @pytest.mark.parametrize(
@@ -63,13 +56,11 @@ def test_a_dry_run_refuses_what_training_would_refuse(settings, why):
         job(**settings).check()
 
 
-@needs_megatron
 @pytest.mark.slow
 def test_a_recipe_as_it_is_passes():
     assert job().check() == []
 
 
-@needs_megatron
 def test_training_is_asked_about_with_every_setting_of_the_job(asked):
     assert job(nodes=4, fraction=0.5, overrides="train.train_iters=3 'checkpoint.save=/my runs'").check() == []
     (command,) = asked.commands
@@ -80,7 +71,6 @@ def test_training_is_asked_about_with_every_setting_of_the_job(asked):
     assert asked.commands[-1][-1] == "optimizer.offload_optimizer_states=false"
 
 
-@needs_megatron
 def test_every_refusal_of_training_is_shown(asked):
     asked.answer.returncode, asked.answer.stdout = 1, '{"refusals": ["this", "and that"]}'
     with pytest.raises(ValueError, match=r"^recipe qwen3_30b_a3b_8gpu: this; and that$"):

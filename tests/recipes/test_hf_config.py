@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from upstream_configs import UPSTREAMS, upstream
+from test_recipes import UPSTREAMS, upstream
 
 from bridge_fgo.recipes import catalog, config, hf_config
 

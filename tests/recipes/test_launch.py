@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nemo_run as run
 import pytest
+from nemo_run.config import get_nemorun_home, set_nemorun_home
+from torchx.specs import AppState
 
-run = pytest.importorskip("nemo_run")
-
-from nemo_run.config import get_nemorun_home, set_nemorun_home  # noqa: E402
-from torchx.specs import AppState  # noqa: E402
-
-from bridge_fgo.recipes import catalog  # noqa: E402
-from bridge_fgo.recipes.entrypoint import Job, PretrainContext  # noqa: E402
-from bridge_fgo.tools import options  # noqa: E402
+from bridge_fgo.recipes import catalog
+from bridge_fgo.recipes.entrypoint import Job, PretrainContext
+from bridge_fgo.tools import options
 
 GOLDEN = Path(__file__).with_name("golden")
 ROOT = Path(__file__).parents[2]
@@ -63,6 +61,12 @@ def normalised(text, home):
     return re.sub(r"(?<='--rdzv-id',\n)( *)'\d+'", r"\1'NUMBER'", "\n".join(lines).strip()) + "\n"
 
 
+def words_of_srun(text):
+    """Return the words of the one line of shell that starts the processes."""
+    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    return shlex.split(line)
+
+
 def check_golden(name, text):
     """Compare with a kept file; BRIDGE_FGO_WRITE_GOLDEN=1 writes it, to be read before it is committed."""
     path = GOLDEN / name
@@ -82,23 +86,19 @@ def test_dry_runs_of_v4_on_gb200_and_of_tiny_here_are_the_kept_ones(launch, monk
 def test_an_argument_with_a_space_is_one_of_each_process_and_overrides_stand_by_themselves(launch):
     node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
     text = launch("--factory", "tiny", *node, "overrides=a=1 'b=/my cache'", "--dryrun")
-    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]  # a line of shell
-    assert shlex.split(line)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
+    assert words_of_srun(text)[-4:] == ["tiny", "--offload", "a=1", "b=/my cache"]
     here = Job(recipe="tiny", scheduler="local", overrides="a=1 'b=/my cache'")
     assert here.task().args == ["tiny", "--offload", "a=1", "b=/my cache"]  # torchrun's arguments as they are
     own = ("train.train_iters=3", "optimizer.offload.fraction=0.5", "+model.x=/my cache")
     text = launch("--factory", "tiny", own[0], *node, *own[1:], "overrides=a=1 b=2", "--dryrun")
-    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    assert shlex.split(line)[-7:] == ["tiny", "--offload", "a=1", "b=2", *own]
+    assert words_of_srun(text)[-7:] == ["tiny", "--offload", "a=1", "b=2", *own]
 
 
 @pytest.mark.parametrize("value", ["lazy", "true", "false"])
 def test_gradients_are_a_word_or_true_or_false(launch, value):
     node = ("scheduler=slurm", "account=acct", "gpus_per_node=0")
-    text = launch("--factory", "tiny", *node, f"gradients={value}", "--dryrun")
-    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    words = shlex.split(line)
-    given = options.OPTIONS[[option.setting for option in options.OPTIONS].index("gradients")]
+    words = words_of_srun(launch("--factory", "tiny", *node, f"gradients={value}", "--dryrun"))
+    (given,) = (option for option in options.OPTIONS if option.setting == "gradients")
     assert given.read(words[words.index("--gradients") + 1]) == {"true": True, "false": False}.get(value, value)
 
 

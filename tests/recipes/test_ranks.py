@@ -43,34 +43,25 @@ def test_tiny_on_the_cpu_takes_settings_and_overrides_and_has_the_same_losses():
     assert ["bridge_fgo: optimizer-state offload on" in printed for printed in runs] == [False, True]
 
 
-@pytest.mark.parametrize("options", [(), ("--no-offload",), ("--fraction", "0.5")])
-def test_a_rank_without_a_gpu_trains_tiny_as_the_options_say(options, monkeypatch):
-    called = []
-    monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert CliRunner().invoke(train.app, ["tiny", *options, "train.train_iters=4"]).exit_code == 0
-    expected = {(): OffloadConfig(), ("--no-offload",): None}.get(options, OffloadConfig(fraction=0.5))
-    is_on = "--no-offload" not in options
-    assert called == [(catalog.find("tiny"), expected, "auto", ["train.train_iters=4"], is_on, True)]
-
-
+@pytest.mark.parametrize(("recipe", "has_gpu"), [("tiny", False), ("llama3_70b_64gpu", True)])
 @pytest.mark.parametrize(
-    "options", [(), ("--no-offload",), ("--no-offload", "--measure"), ("--hf-config", "kept", "--engine", "native")]
+    ("options", "settings", "hf"),
+    [
+        ("", OffloadConfig(), "auto"),
+        ("--fraction 0.5", OffloadConfig(fraction=0.5), "auto"),
+        ("--no-offload", None, "auto"),
+        ("--no-offload --measure", OffloadConfig(measure=True), "auto"),
+        ("--hf-config kept --engine native", OffloadConfig(engine="native"), "kept"),
+    ],
 )
-def test_a_rank_with_a_gpu_trains_the_recipe_as_the_options_say(options, monkeypatch):
+def test_a_rank_trains_the_recipe_as_the_options_say(options, settings, hf, recipe, has_gpu, monkeypatch):
     called = []
     monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
-    assert CliRunner().invoke(train.app, ["llama3_70b_64gpu", *options, "train.train_iters=4"]).exit_code == 0
-    expected = {
-        (): (OffloadConfig(), "auto"),
-        ("--no-offload",): (None, "auto"),
-        ("--no-offload", "--measure"): (OffloadConfig(measure=True), "auto"),
-    }
-    settings, hf = expected.get(options, (OffloadConfig(engine="native"), "kept"))
+    assert CliRunner().invoke(train.app, [recipe, *options.split(), "train.train_iters=4"]).exit_code == 0
     flag = "--no-offload" not in options
-    assert called == [(catalog.find("llama3_70b_64gpu"), settings, hf, ["train.train_iters=4"], flag, False)]
+    assert called == [(catalog.find(recipe), settings, hf, ["train.train_iters=4"], flag, not has_gpu)]
 
 
 def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkeypatch):

@@ -9,13 +9,33 @@ import sys
 from pathlib import Path
 
 import pytest
-from upstream_configs import WITH_VARIANTS, built, upstream
 
 from bridge_fgo.bridge.refusals import captures_full_iteration, refuse_config
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.recipes import catalog, config
+from bridge_fgo.recipes import catalog, config, hf_config
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+KEPT = hf_config.kept_configs(planning=True)
+UPSTREAMS = [name for name, recipe in catalog.RECIPES.items() if recipe.hf_model in KEPT]
+WITH_VARIANTS = [
+    pytest.param(name, marks=[pytest.mark.slow] * name.endswith(("b300", "_mxfp8", "_bf16", "_128gpu")))
+    for name in UPSTREAMS
+]
+"""All of them; the slow lane has the further ones of a model."""
+
+
+def upstream(name):
+    """Return what Bridge's builder makes, with nothing of this package but the model's numbers."""
+    module, function = catalog.find(name).builder.split(":")
+    with hf_config.served("kept", planning=True):
+        return getattr(importlib.import_module(f"megatron.bridge.{module}"), function)()
+
+
+def built(name, offload):
+    """Return the recipe's config, of the same numbers."""
+    with hf_config.served("kept", planning=True):
+        return config.build(catalog.find(name), offload=offload, hf="hub").config  # "hub" is what is served
 
 
 FULL_ITERATION_GRAPHS = {"dsv4_flash_128gpu", "deepseek_v3_256gpu_mxfp8"}

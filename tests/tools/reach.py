@@ -6,7 +6,6 @@ Takes less than a minute, most of it to import Bridge. `reach.md` has the table,
 """
 
 import argparse
-import ast
 import contextlib
 import importlib
 import inspect
@@ -19,15 +18,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from bridge_fgo.bridge.compat import FLAG, source_of
+from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.refusals import all_refusals
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.job.target import config_functions as read_from_sources
+from bridge_fgo.tools.job import target
 from bridge_fgo.tools.standins.cuda import without_gpu
 from bridge_fgo.tools.standins.hollow import import_bridge
 
-FOLDERS = ("recipes", "perf_recipes", "diffusion/recipes")
-PACKAGES = tuple(f"megatron.bridge.{folder.replace('/', '.')}" for folder in FOLDERS)
+PACKAGES = tuple(f"megatron.bridge.{folder.replace('/', '.')}" for folder in target.PACKAGES)
+ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
 
@@ -48,20 +47,15 @@ def config_functions() -> dict[str, Callable[..., Any]]:
         ImportError: a module of Bridge's recipes cannot be imported, so that what it holds is not known.
     """
     found = {}
-    top = source_of("megatron.bridge")
-    assert top
-    bridge = top.parent
-    for path in (path for folder in FOLDERS for path in sorted((bridge / folder).rglob("*.py"))):
-        parts = path.relative_to(bridge).with_suffix("").parts
-        module = ".".join(("megatron.bridge", *parts)).removesuffix(".__init__")
-        imported = importlib.import_module(module)
-        for node in ast.parse(path.read_text()).body:
-            if not isinstance(node, ast.FunctionDef) or node.name.startswith("_") or node.returns is None:
+    for module in target._bound():
+        for name, value in vars(importlib.import_module(module)).items():
+            if not inspect.isfunction(value) or (value.__module__, value.__name__) != (module, name) or name[0] == "_":
                 continue
-            without_arguments = len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
-            is_one = ast.unparse(node.returns).strip("'\"") == "ConfigContainer"
-            if is_one and without_arguments and None not in node.args.kw_defaults:
-                found[f"{module}.{node.name}"] = getattr(imported, node.name)
+            signature = inspect.signature(value)
+            needed = [one for one in signature.parameters.values() if one.default is one.empty]
+            returned = getattr(signature.return_annotation, "__name__", signature.return_annotation)
+            if returned == "ConfigContainer" and all(one.kind in ANY_NUMBER for one in needed):
+                found[f"{module}.{name}"] = value
     return found
 
 
@@ -199,7 +193,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):  # Bridge prints what it turns on
         import_bridge()
         functions = config_functions()
-        modules, names = read_from_sources(), names_of(functions.values())
+        modules, names = target.config_functions(), names_of(functions.values())
         for function in functions.values():  # `plan` finds the same functions without an import
             named = [name for name in names[function] if modules.get(name) == function.__module__]
             assert named or function.__module__ != modules.get(function.__name__)

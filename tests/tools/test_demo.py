@@ -99,7 +99,7 @@ def fake(monkeypatch, folder, arms, log="", status=0):
 @pytest.fixture
 def run_fake(tmp_path, monkeypatch):
     """Run the demo with arms that train nothing, changed as is said of the offloaded one; returns what `run` does."""
-    monkeypatch.setitem(demo.MODULES, "cpu", "fake_arm")
+    monkeypatch.setattr(demo, "MODULE", "fake_arm")
 
     def run_fake(*words, losses=(1 / 3, 2 / 3, 1.0), result=None, **ends):
         arms = [arm(name, [step(i + 1, loss=i / 3 + 1 / 3) for i in range(3)]) for name in ("resident", "offloaded")]
@@ -285,7 +285,7 @@ def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_tol
     assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
     status, called, printed = run_without_arms("cpu", "the test says so")
-    assert status == 0 and {module for module, _ in called} == {"bridge_fgo.tools.arms.cpu"}
+    assert status == 0 and [options[0] for _, options in called] == ["--cpu"] * 2
     assert "Running on the CPU: the test says so." in printed
 
 

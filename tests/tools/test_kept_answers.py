@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job import answers, table, target
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import read_job
@@ -21,7 +20,6 @@ from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan.systems import SYSTEMS
 
 KEPT = sorted(path.name.removesuffix(".json.gz") for path in answers.FOLDER.glob("*.json.gz"))
-needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
 
 
 def test_every_recipe_of_released_megatron_and_a_kept_model_has_an_answer():
@@ -30,7 +28,6 @@ def test_every_recipe_of_released_megatron_and_a_kept_model_has_an_answer():
     assert [name for name in of_released if RECIPES[name].hf_model in known] == KEPT
 
 
-@needs_megatron
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_a_kept_answer_is_what_the_builder_says(name):
@@ -38,7 +35,6 @@ def test_a_kept_answer_is_what_the_builder_says(name):
     assert answers.kept_answer(name, None, {}, None, ()) == built | {"kept_of": answers.installed_versions()}
 
 
-@needs_megatron
 @pytest.mark.slow
 def test_a_builder_of_its_own_or_with_an_attention_kernel_chosen_says_the_same(monkeypatch, builder_is_forked):
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
@@ -84,7 +80,6 @@ def test_an_answer_of_another_megatron_is_not_taken(monkeypatch, versions):
     assert answers.kept_answer("tiny", None, {}, None, ()) is not None
 
 
-@needs_megatron
 def test_a_checkout_before_the_wheel_is_another_megatron(monkeypatch, tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
@@ -104,7 +99,6 @@ def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp
     assert written[0] == written[1] and written[0][4:8] == bytes(4), "no time in it"
 
 
-@needs_megatron
 def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "my_recipes.py").touch()
@@ -128,7 +122,6 @@ SAMPLE = (
 )
 
 
-@needs_megatron
 def test_every_recipe_of_this_project_and_of_bridge_is_in_the_table():
     kept = table.read()
     assert kept["versions"] == answers.installed_versions() and kept["systems"] == list(SYSTEMS)
@@ -136,7 +129,6 @@ def test_every_recipe_of_this_project_and_of_bridge_is_in_the_table():
     assert all(row.keys() & {"as", "why"} or len(row["cells"]) == len(SYSTEMS) for row in kept["rows"].values())
 
 
-@needs_megatron
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_is_what_plan_says_today(name, builder_is_forked):

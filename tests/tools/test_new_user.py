@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from forked import Server
+from lanes import in_lanes
 from typer.testing import CliRunner
 
-from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,6 @@ PROGRAMS = {
 IN_A_PROCESS = {"--version": 3.0, "run ok.py": 18.0, "plan mycfg.py:ok": 120.0}
 """Commands with a process of their own, beside those that start NeMo-Run, and their CPU seconds."""
 OF_NEMO_RUN = 120.0
-IN_THE_FAST_LANE = ("run ok.py",)
-"""Of the commands that import torch; the slow lane has the others."""
 NOT_IMPORTED = {LIGHT: {"torch", "megatron.core"}, HUB: {"torch", "megatron.core"}, TORCH: {"megatron.core"}}
 
 COMMANDS = [
@@ -130,7 +128,9 @@ OF_THE_SECOND_HOUR = [
     ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "each process", BUILT),
     ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
 ]  # fmt: skip
-"""Status, first line that is no banner of NeMo-Run's, and the kind of what one tries next; all of it slow."""
+"""Status, first line that is no banner of NeMo-Run's, and the kind of what one tries next.
+
+All of it is slow, and of the commands above those that import torch but one."""
 
 
 @pytest.fixture
@@ -145,13 +145,6 @@ def folder(tmp_path):
     )
     (tmp_path / "job.log").write_text("trained")
     return tmp_path
-
-
-def marks_of(command, status, first_line, kind):
-    is_slow = kind == TORCH and command not in IN_THE_FAST_LANE
-    asks_megatron = kind in (HUB, BUILT) or "no recipe" in first_line or "Megatron-LM" in first_line
-    without = pytest.mark.skipif(bool(missing_packages()), reason="Megatron is not installed")
-    return [pytest.mark.slow] * is_slow + [without] * asks_megatron
 
 
 LIGHT_SERVER, TORCH_SERVER = Server("bridge_fgo.tools.main"), Server("torch", "bridge_fgo.tools.main")
@@ -176,8 +169,7 @@ def python(command):
 
 @pytest.mark.parametrize(
     ("command", "status", "first_line", "kind"),
-    [pytest.param(*case, marks=marks_of(*case)) for case in COMMANDS]
-    + [pytest.param(*case, marks=[pytest.mark.slow, *marks_of(*case)]) for case in OF_THE_SECOND_HOUR],
+    in_lanes([*COMMANDS, *OF_THE_SECOND_HOUR], [row for row in COMMANDS if row[3] != TORCH or row[0] == "run ok.py"]),
     ids=str,
 )
 def test_a_command_of_a_new_user(folder, monkeypatch, command, status, first_line, kind):

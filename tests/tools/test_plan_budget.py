@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import held_in_shares
 from fake_optimizer import make_distributed_optimizer, with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plan_verdict import held_in_shares
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
@@ -19,6 +19,7 @@ from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import estimate
 from bridge_fgo.tools.plan.estimate import make_estimate
+from bridge_fgo.tools.plan.state import states_of_ranks
 from bridge_fgo.tools.plan.systems import System, links
 
 
@@ -107,7 +108,7 @@ def test_what_the_plan_calls_possible_the_engine_keeps_and_what_it_refuses_the_e
         plan = make_estimate(job, config)
         assert plan.refusals == []
         moved = bytes_that_leave(sizes, others, activations, masters_stay, config)
-        assert plan.most_offloaded == min(moved, stage.states.total)
+        assert plan.stages[0].away == min(moved, stage.states.total)
     config = budget_of(least - 1)
     with pytest.raises(ValueError, match="cannot be met") as refused:
         bytes_that_leave(sizes, others, activations, masters_stay, config)
@@ -157,7 +158,14 @@ def test_a_budget_that_training_finds_out_is_the_room_of_the_system_asked_for(mo
     monkeypatch.setattr(System, "room", least)
     of_link = links("H200")
     ours, numbers = (make_estimate(job, config, of_link) for config in (auto, budget_of(least)))
-    assert 0 < ours.most_offloaded == numbers.most_offloaded < whole.states.total and ours.refusals == []
+    assert 0 < ours.stages[0].away == numbers.stages[0].away < whole.states.total and ours.refusals == []
     for of_links, told in ((links(), job), (of_link, job_of([[64_000] * 8], None, False))):
         nobody_says = make_estimate(told, auto, of_links)
-        assert nobody_says.most_offloaded == whole.states.total and "all counts as offloaded" in nobody_says.notes[-1]
+        assert nobody_says.stages[0].away == whole.states.total and "all counts as offloaded" in nobody_says.notes[-1]
+
+
+def test_a_strategy_that_there_is_not_is_an_error_with_its_setting():
+    ddp = SimpleNamespace(use_megatron_fsdp=True, data_parallel_sharding_strategy="zero3")
+    config = SimpleNamespace(optimizer=SimpleNamespace(optimizer="adam"), ddp=ddp, model=None, dist=None)
+    with pytest.raises(ValueError, match=r"ddp\.data_parallel_sharding_strategy='zero3': one of no_shard"):
+        states_of_ranks(Job(config, Parallel(8, 1, 1, 1, 1, 1), [], "test"), OffloadConfig())

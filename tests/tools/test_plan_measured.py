@@ -131,7 +131,7 @@ def test_the_host_memory_that_mcore_pins_for_activations_is_what_a_run_pinned():
     (stage,) = plan.stages
     batches = 2 * 4 * 2048**2  # the masks of two, which the loader pins
     assert stage.copies + batches == pytest.approx(2.28 * 2**30, abs=0.005 * 2**30)
-    assert plan.most_pinned == plan.links[0].pinned == stage.states.offloaded + stage.copies
+    assert max(plan.pinned) == plan.links[0].pinned == stage.states.offloaded + stage.copies
 
 
 def test_the_host_memory_that_transformer_engine_pins_is_counted_by_tensor_in_powers_of_two():
@@ -140,7 +140,7 @@ def test_the_host_memory_that_transformer_engine_pins_is_counted_by_tensor_in_po
 
     def pinned():
         found = make_estimate(of_job)
-        assert found.most_pinned == found.stages[0].states.offloaded + found.stages[0].copies
+        assert max(found.pinned) == found.stages[0].states.offloaded + found.stages[0].copies
         return found.stages[0].copies
 
     # A tensor of the hidden size has 16 MiB; 4 of norms and the attention's output are saved, scores, and of the MLP 3.
@@ -237,7 +237,7 @@ def test_the_floor_is_of_one_stages_bytes_and_room():
     (link,) = plan.links
     rates = (link.link.d2h, link.link.h2d, link.link.duplex)
     least_room = min(stage.activations for stage in plan.stages)
-    assert floor_seconds(plan.most_offloaded, *rates, 0.2, 0.1, 0.0, least_room) > 0
+    assert floor_seconds(max(stage.away for stage in plan.stages), *rates, 0.2, 0.1, 0.0, least_room) > 0
     assert link.floor == 0.0 and link.hidden_from == link.link_seconds
 
 
@@ -278,7 +278,7 @@ def test_a_share_that_upstreams_offloader_chooses_is_not_counted_as_everything()
     with pytest.raises(ValueError, match=r"optimizer_state_offload_fraction=0\.5"):
         make_estimate(of_job)
     of_job.config.optimizer.optimizer_state_offload_fraction = 1.0
-    assert make_estimate(of_job).most_offloaded == RUNS["4 layers"][2]
+    assert make_estimate(of_job).stages[0].away == RUNS["4 layers"][2]
 
 
 def test_a_node_pins_what_its_ranks_offload():

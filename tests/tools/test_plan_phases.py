@@ -2,25 +2,17 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from by_hand import MOMENTS
-from test_plan_verdict import estimate, job, no_activations_counted  # noqa: F401 (a fixture)
+from test_plan_verdict import MOMENTS, estimate, job, no_activations_counted  # noqa: F401 (a fixture)
 
-import bridge_fgo
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.held import Tensor
-from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.layout import held_of, states_of_leaves
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import command
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 
-needs_megatron = pytest.mark.skipif(bool(missing_packages()), reason="compares with Megatron")
 GB = 10**9
 
 
@@ -71,84 +63,6 @@ def test_masters_of_transformer_engine_tell_nothing():
     made = make_estimate(of_job, links=links("H200"), activations=GB)
     (stage,) = plan_phases(made).stages
     assert stage.untold == stage.shard == 16 * GB
-
-
-OPTIONS = {
-    "plain": {},
-    "two chunks": {"chunks": 2},
-    "experts": {"experts": True},
-    "most parameters frozen": {"frozen": True},
-    "native fp32 parameters": {"precision": "fp32_params"},
-}
-
-
-def planned(training, limit=None):
-    """Return the phases that are planned for a training on the CPU, with a limit of host memory in GiB."""
-    chunks = [
-        [
-            Tensor(name, p.numel(), p.dtype, expert=not getattr(p, "allreduce", True), trainable=p.requires_grad)
-            for name, p in chunk.named_parameters()
-        ]
-        for chunk in training.model
-    ]
-    cfg = training.cfg
-    config = SimpleNamespace(optimizer=cfg.optimizer, ddp=cfg.ddp, train=cfg.train, model=cfg.model, dist=cfg.dist)
-    optimizers = list(states_of_leaves(training.optimizer))
-    held = held_of(cfg.model, training.model, optimizers, [[*range(len(optimizers))]])
-    of_job = Job(config, Parallel(1, 1, 1, 1, 1, 1), [chunks], "test", held=[held])
-    made = make_estimate(of_job, links=links("H200"), activations=GB)
-    (stage,) = plan_phases(made, limit).stages
-    return stage
-
-
-@needs_megatron
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_what_is_planned_is_what_residency_copies_and_frees(cpu_standins, kind):
-    from cpu_training import CpuOptions, CpuTraining
-
-    def crossed(moved):
-        return tuple((moved.copied_by_kind or {}).get(name, 0) for name in ("params", "grads", "optimizer"))
-
-    with CpuTraining(CpuOptions(hidden=64, vocab=64, sequence=16, **OPTIONS[kind])) as training:
-        stage = planned(training)
-        wanted = moves(stage)
-        training.step()
-        res = bridge_fgo.Residency(training.model, training.optimizer)
-        first = res.offload()
-        assert first.freed == stage.params + stage.grads + stage.optimizer
-        assert crossed(first) == (stage.untold + stage.frozen, 0, stage.states)  # frozen ones this once
-        assert crossed(res.reload()) == wanted[WAKE_ALL]
-        training.step()
-        assert crossed(res.offload()) == wanted[SLEEP_ALL]
-        res.reload("params")
-        res.reload()
-        for _ in range(2):  # weights have come alone: from now on they are copied
-            training.step()
-            assert crossed(res.offload()) == wanted[SLEEP]
-            assert crossed(res.reload("params")) == wanted[ALONE]
-            assert crossed(res.reload()) == wanted[REST]
-        res.close()
-
-
-@needs_megatron
-@pytest.mark.parametrize("kind", OPTIONS)
-def test_what_a_limit_of_host_memory_keeps_on_the_gpu_is_what_residency_keeps(cpu_standins, kind):
-    from cpu_training import CpuOptions, CpuTraining
-
-    with CpuTraining(CpuOptions(hidden=64, vocab=64, sequence=16, **OPTIONS[kind])) as training:
-        whole = planned(training)
-        training.step()
-        stayed = set()
-        for share in (0.001, 0.1, 0.3, 0.8, 1.01):
-            limit = share * (whole.shard + whole.frozen + whole.states) / 2**30
-            stage = planned(training, limit)
-            res = bridge_fgo.Residency(training.model, training.optimizer, host_memory_limit_gib=limit)
-            asleep = res.offload()
-            assert asleep.freed == stage.params + stage.grads + stage.optimizer
-            assert res._unhosted == stage.unhosted == stage.stays
-            res.close()
-            stayed.add(stage.unhosted)
-        assert len(stayed) > 3 and min(stayed) == 0
 
 
 def test_a_limit_below_what_the_flags_engine_has_is_refused_as_residency_does_and_without_phases_it_is_an_error():

@@ -52,7 +52,7 @@ def recommendation(options: str, system: str = "H200", **changes: object) -> rec
 
 
 def as_measured(of_job: Job, seconds: float) -> dict[str, float]:
-    """Return seconds of a microbatch where a step takes so many, of a GPU with another share of the rate than is counted."""
+    """Return seconds of a microbatch where a step takes so many, of a GPU at another rate than is counted."""
     counted = compute_of(of_job, "H200")
     times = seconds / counted.step
     return {"forward": counted.forward * times, "backward": counted.whole_backward * times}
@@ -363,8 +363,9 @@ def test_the_fewest_gpus_are_found_with_and_without_the_offload():
 def test_a_job_on_other_gpus_has_what_mcore_lays_out_there(name, gpus):
     ours, mcores = recommend.on_gpus(read_job(name, None, {}), gpus), read_job(name, gpus, {})
     one, other = (make_estimate(each, links=links("H200"), activations=GB) for each in (ours, mcores))
-    for peak in ("resident_peak", "offloaded_peak", "least_budget", "most_pinned"):
+    for peak in ("resident_peak", "offloaded_peak", "least_budget"):
         assert getattr(one, peak) == pytest.approx(getattr(other, peak), rel=2e-3), peak
+    assert max(one.pinned) == pytest.approx(max(other.pinned), rel=2e-3)
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import held_in_shares
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.job.held import Tensor
+from bridge_fgo.tools.job.held import Held, OptimizerStates, Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import command
@@ -19,6 +18,24 @@ from bridge_fgo.tools.plan.systems import LEFT_FREE, SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Outcome, lines, verdicts
 
 GB = 10**9
+MOMENTS = [("moment", name, "float32", True, False, False, False) for name in ("exp_avg", "exp_avg_sq")]
+
+
+def held_in_shares(tensors: list[Tensor], ranks: int = 1, divides: bool = True) -> Held:
+    """Return what ranks hold of 16-bit tensors without mcore: under a DistributedOptimizer, in even shares.
+
+    divides: whether masters are copied to the weights part by part.
+    """
+    numel = sum(tensor.numel for tensor in tensors)
+    share = left = -(-numel // ranks)
+    bundles = []
+    for tensor in reversed(tensors):  # as in mcore's buffers
+        if left > 0:
+            bundles.append([0, min(tensor.numel, left)])
+        left -= tensor.numel
+    kinds = [[("master", "master weight", "float32", False, True, divides, False), *MOMENTS]]
+    states = OptimizerStates(divides, kinds, bundles, [])
+    return Held(2 * numel, 4 * numel, 0, 0, [(2, 2 * numel, 2 * share)], [states], [[0]] * ranks)
 
 
 def job(billions: float, **changes: object) -> Job:

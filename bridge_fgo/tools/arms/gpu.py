@@ -1,7 +1,12 @@
-"""One training arm on GPUs: a small GPT through Bridge's own `pretrain()`, on mock data.
+"""One training arm: a small GPT through Bridge's own `pretrain()`, on mock data.
 
     python -m bridge_fgo.tools.arms.gpu --steps 50 --offload on --events events.jsonl
     torchrun --nproc-per-node 2 -m bridge_fgo.tools.arms.gpu --tp 2 ...
+
+With --cpu a smaller GPT of plain torch trains without a GPU. Transformer Engine and CUDA stand in
+(`bridge_fgo.tools.standins`): it shows whether two arms are bitwise equal and how many bytes go, not how fast. Without
+an allocator to ask, peaks are the largest samples of live optimizer state: as a microbatch's forward begins, and after
+a step; `peak_allocated_bytes` is the larger one, `peak_reserved_bytes` 0.
 
 Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover every rank; bytes and times are
 rank 0's. Two runs with the same options are bitwise equal, but with `--fused-loss`, and experts with
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +30,7 @@ from bridge_fgo.tools.options import add_offload_options, offload_config
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
+ON_CPU = {"layers": 2, "hidden": 128, "heads": 4, "vocab": 256, "seq": 32, "gbs": 4}  # defaults of sizes there
 LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a time, as a part of this package's
 
 
@@ -38,6 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     def switch(group: argparse._ActionsContainer, name: str, default: bool, help: str | None = None) -> None:
         group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=help)
 
+    parser.add_argument("--cpu", action="store_true", help="train without a GPU, a smaller model by default")
     size = parser.add_argument_group("size")
     for name, default in (("layers", 8), ("hidden", 2048), ("heads", 16), ("vocab", 32000), ("seq", 1024)):
         size.add_argument(f"--{name}", type=int, default=default)
@@ -132,6 +140,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.tools.arms.turns"
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--cpu" in arguments:
+        parser.set_defaults(**ON_CPU)
     options = parser.parse_args(arguments)
     if why := _contradiction(options):
         parser.error(why)
@@ -313,11 +324,9 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
-    train(parse(arguments))
-
-
-def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
-    """Train as the options say, with the package installed where they say so; on the CPU stand-ins are in place."""
+    options = parse(arguments)
+    if options.cpu:
+        shared.have_the_cpu_stand_in()
     shared.use_one_rank_by_default()
     if options.deterministic:
         shared.make_deterministic()
@@ -332,8 +341,8 @@ def train(options: argparse.Namespace, on_cpu: bool = False) -> None:
 
     shared.skip_building_what_is_built()
     shared.forget_attention_backend()
-    config, recorder = build_config(options), (CpuRecorder if on_cpu else ArmRecorder)(options)
-    if on_cpu:
+    config, recorder = build_config(options), (CpuRecorder if options.cpu else ArmRecorder)(options)
+    if options.cpu:
         shared.put_on_cpu(config)
     config.model.register_post_wrap_hook(recorder.model_is_built)
     # Events that are captured tell no time, and a replay calls no forward step.

@@ -22,6 +22,14 @@ ON_THE_CPU: dict[str, Any] = {
 """Fields of a model of plain torch."""
 
 
+def have_the_cpu_stand_in() -> None:
+    """Have a CPU stand in for the GPU in this process, which has not asked for one yet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
+    from bridge_fgo.tools.standins.cuda import install_standins
+
+    install_standins()
+
+
 def forget_attention_backend() -> None:
     """Remove Transformer Engine's choice of an attention kernel from the environment.
 

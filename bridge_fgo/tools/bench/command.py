@@ -29,7 +29,7 @@ from bridge_fgo.tools.bench.in_turn import InTurn, order_of, squeezed_arms
 from bridge_fgo.tools.bench.options import Settings
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, resident_of, save_options
-from bridge_fgo.tools.show import print_table
+from bridge_fgo.tools.show import table
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -97,8 +97,8 @@ def run(settings: Settings) -> int:
     else:
         if settings.verbose:
             tables.append([list(cells) for cells in zip(*table_of(rows), strict=True)])  # an arm a column
-        for table in tables:
-            print_table(console, table)
+        for head, *cells in tables:
+            console.print(table("", head, cells))
         for line in legend() if settings.verbose else ():
             console.print(line, markup=False, highlight=False)
         trained = f"S = {state_bytes / 1e9:.2f} GB of {size}"

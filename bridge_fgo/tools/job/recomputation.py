@@ -22,6 +22,12 @@ GRAPHS_OFF = ("model.cuda_graph_impl=none",)
 TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)  # tried in this order, until Bridge accepts a kind
 
 
+def recomputed_modules(model: Any) -> set[str]:
+    """Return what selective recomputation does again; nothing where there is none."""
+    is_on = getattr(model, "recompute_granularity", None) == "selective"
+    return {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if is_on else set()
+
+
 def kinds(model: Any) -> dict[str, dict[str, Any]]:
     """Return what changes in a model's config by kind: of those above, and of mcore's activation offload.
 
@@ -36,8 +42,7 @@ def kinds(model: Any) -> dict[str, dict[str, Any]]:
     if getattr(model, "fine_grained_activation_offloading", False):
         off = {"fine_grained_activation_offloading": False}
         return KINDS | {"all recomputed": KINDS["all recomputed"] | off, "activations resident": off}
-    granularity = getattr(model, "recompute_granularity", None)
-    again = {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if granularity == "selective" else set()
+    granularity, again = getattr(model, "recompute_granularity", None), recomputed_modules(model)
     modules = [] if again & {"core_attn", "mla_up_proj"} else ["core_attn", "attn_proj"]
     if "layernorm" not in again:
         modules += [] if getattr(model, "multi_latent_attention", False) else ["qkv_linear"]

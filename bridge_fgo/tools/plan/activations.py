@@ -27,6 +27,7 @@ from bridge_fgo.bridge.compat import as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.recomputation import recomputed_modules
 
 HALF = 2
 """Bytes of an element of bf16 or fp16."""
@@ -273,15 +274,6 @@ def _offload_is_counted(model: Any) -> bool:
     is_whole = is_whole and model.min_offloaded_tensor_size <= DEFAULT_LEAST_NUMEL
     of_latent = getattr(model, "multi_latent_attention", False) and "qkv_linear" in model.offload_modules
     return {*model.offload_modules} <= known and is_whole and not of_latent and recomputation(model)[0] != "full"
-
-
-def recomputed_modules(model: Any) -> set[str]:
-    """Return what selective recomputation does again; nothing where there is none."""
-    return (
-        {*(getattr(model, "recompute_modules", None) or ["core_attn"])}
-        if recomputation(model)[0] == "selective"
-        else set()
-    )
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.recomputation import recomputed_modules
 from bridge_fgo.tools.plan.activations import (
     HALF,
     chunks_of,
     is_unfused,
     layers_of_stage,
     recomputation,
-    recomputed_modules,
     tokens_of,
 )
 from bridge_fgo.tools.plan.systems import SYSTEMS

@@ -120,15 +120,13 @@ class LinkEstimate:
 class Estimate:
     """A job's memory and copies.
 
-    states: of each rank of each stage. most_offloaded: the most bytes of any rank. pinned: bytes of each rank, in the
-    order in which they fill nodes.
+    states: of each rank of each stage. pinned: bytes of each rank, in the order in which they fill nodes.
     """
 
     job: Job
     offload: OffloadConfig
     stages: list[StageEstimate]
     states: list[list[StateBytes]]
-    most_offloaded: int
     pinned: list[int]
     links: list[LinkEstimate]
     notes: list[str]
@@ -152,11 +150,6 @@ class Estimate:
     def knows_activations(self) -> bool:
         """Whether the activations of all stages are known."""
         return all(stage.activations is not None for stage in self.stages)
-
-    @property
-    def most_pinned(self) -> int:
-        """The most bytes that any rank pins."""
-        return max(self.pinned)
 
     def fullest_node(self, ranks: int) -> list[int]:
         """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
@@ -201,14 +194,13 @@ def make_estimate(
     # counted activations, everything is offloaded.
     room = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
     budget = room if is_auto else offload.gpu_memory_budget_bytes
-    stages, moved, loads = [], [], []
+    stages, loads = [], []
     for stage, (held, of_ranks) in enumerate(zip(job.held, states, strict=True)):
         of_job = activation_bytes(job, stage) if activations is None else activations
         if is_auto and of_job is None:
             budget = None
         estimate, leaving = _stage_estimate(job, stage, held, of_ranks, of_job, offload, budget)
         stages.append(estimate)
-        moved += leaving
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, of_ranks, strict=True)]
         loads.append((max(copied), of_job))
     upstream = is_upstreams(job, offload)
@@ -223,7 +215,7 @@ def make_estimate(
     notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
-    return Estimate(job, offload, stages, states, max(moved), pinned, of_links, notes)
+    return Estimate(job, offload, stages, states, pinned, of_links, notes)
 
 
 def _stage_estimate(

@@ -18,10 +18,11 @@ from bridge_fgo.sleep.states import WHOLE_MASTERS
 from bridge_fgo.sleep.weights import fitting
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
-from bridge_fgo.tools.plan.report import gigabytes, print_lines, table
+from bridge_fgo.tools.plan.report import gigabytes, print_lines
 from bridge_fgo.tools.plan.report import seconds as in_seconds
 from bridge_fgo.tools.plan.state import is_upstreams, states_of_stage
 from bridge_fgo.tools.plan.systems import Link
+from bridge_fgo.tools.show import table
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "sleep, of an iteration",

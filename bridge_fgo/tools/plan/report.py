@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.recommend import Recommendation
 from bridge_fgo.tools.plan.verdict import lines, verdicts
+from bridge_fgo.tools.show import table
 
 GRID = 10**7
 """Bytes that printed figures are rounded to, before they are added up: so rows add up as printed."""
@@ -25,16 +25,6 @@ def gigabytes(count: float | None) -> str:
 def seconds(count: float | None) -> str:
     """Return seconds with three digits, or "-"."""
     return "-" if count is None else f"{count:.3f}"
-
-
-def table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], bold: str = "", **how: Any) -> Table:
-    """Return a table of figures: the first column is text, and the one called `bold` stands out."""
-    made = Table(title=title, title_justify="left", **how)
-    for place, name in enumerate(heads):
-        made.add_column(name, justify="right" if place else "left", style="bold" if name == bold else None)
-    for row in rows:
-        made.add_row(*row)
-    return made
 
 
 def as_json(estimate: Estimate) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bridge_fgo.tools.arms.rl.options import RlOptions
+from bridge_fgo.tools.arms.shared_config import have_the_cpu_stand_in, make_deterministic
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
@@ -36,13 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, events = parse(arguments)
     os.environ.setdefault("TQDM_DISABLE", "1")  # mcore's engine has a bar for each call
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
-        from bridge_fgo.tools.standins.cuda import install_standins
-
-        install_standins()
+        have_the_cpu_stand_in()
     else:
-        from bridge_fgo.tools.arms.shared_config import make_deterministic
-
         make_deterministic()
     import torch
 
