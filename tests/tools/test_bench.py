@@ -200,18 +200,22 @@ def test_without_a_second_save_there_is_no_stall(saves):
 # --- the command ---
 
 
+SECONDS = {"resident": RESIDENT, "hybrid": [2.0] * 9, "fsdp_resident": [0.4] * 9, "fsdp": [0.65] * 9}
+"""Of the steps of made-up arms; of others `OFFLOADED`."""
+
+
 @pytest.fixture
 def made_up(monkeypatch):
     """Arms that train nothing; returns the digest of each, to be changed, and the names that fail."""
-    digests, failing = {}, set()
+    digests, failing = {"fsdp_resident": "of fsdp", "fsdp": "of fsdp", "hybrid": "of a CPU"}, set()
 
     def run_one(settings, one, resident):
         write_trace(settings.keep / f"{one.name}.trace.gz", [] if one.name == "resident" else [(0.1, 0.2)])
         if one.name in failing:
             raise ArmFailed(one.name, "made up", "the log")
-        if one.name == "resident":
-            return resident_arm()
-        return arm(one.name, OFFLOADED, 30 * GB, 10 * GB, digests.get(one.name, "a"))
+        released = 0 if one.is_resident else 10 * GB
+        seconds = SECONDS.get(one.name, OFFLOADED)
+        return arm(one.name, seconds, 40 * GB - released, released, digests.get(one.name, "a"))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(command, "run_one", run_one)
@@ -282,7 +286,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(made_up, monkeypat
 
 
 def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
-    made_up[0].update(hybrid="b", native="b")
+    made_up[0]["native"] = "b"
     ran(tmp_path, "--arms resident,hybrid")
     ran(tmp_path, "--arms resident,native", status=1)
 
@@ -307,24 +311,7 @@ def test_the_arms_by_default_are_those_that_can_run(tmp_path):
 # --- Megatron-FSDP beside DistributedOptimizer ---
 
 
-@pytest.fixture
-def trained(made_up, monkeypatch):
-    """Arms of which those with Megatron-FSDP have other steps than those without; returns the names that fail."""
-    seconds = {"resident": RESIDENT, "native": [0.7] * 9, "hybrid": [2.0] * 9}
-    seconds |= {"fsdp_resident": [0.4] * 9, "fsdp": [0.65] * 9}
-
-    def run_one(settings, one, resident):
-        if one.name in made_up[1]:
-            raise command.ArmFailed(one.name, "made up", "the log")
-        released = 0 if one.is_resident else 10 * GB
-        digest = "b" if one.name == "hybrid" else "of fsdp" if one.is_fsdp else "a"
-        return arm(one.name, seconds[one.name], 40 * GB - released, released, digest)
-
-    monkeypatch.setattr(command, "run_one", run_one)
-    return made_up[1]
-
-
-def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(trained, tmp_path):
+def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(made_up, tmp_path):
     result = bench(tmp_path, "--fsdp", "optim_grads_params", "--no-traces")
     assert result.exit_code == 0, result.output
     saved = json.loads((tmp_path / "bench.json").read_text())
@@ -339,15 +326,15 @@ def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(trained, tmp_
 
 
 @pytest.mark.parametrize("failing", ["fsdp_resident", "native"])
-def test_a_failing_arm_is_named_and_the_others_are_reported_but_not_those_compared_with_it(trained, tmp_path, failing):
-    trained.add(failing)
+def test_a_failing_arm_is_named_and_the_others_are_reported_but_not_those_compared_with_it(made_up, tmp_path, failing):
+    made_up[1].add(failing)
     saved = ran(tmp_path, "--fsdp optim", status=2)
     gone = {"fsdp_resident", "fsdp"} if failing == "fsdp_resident" else {failing}
     assert set(saved["failed"]) == gone
     assert names_of(saved) == [name for name in OF_FSDP if name not in gone]
 
 
-def test_in_turn_each_kind_is_compared_with_its_resident_arm_within_each_round(trained, monkeypatch, tmp_path):
+def test_in_turn_each_kind_is_compared_with_its_resident_arm_within_each_round(made_up, monkeypatch, tmp_path):
     def run_in_turn(settings, chosen, console):
         runs = {one.name: command.run_one(settings, one, None) for one in chosen}
         for run in runs.values():

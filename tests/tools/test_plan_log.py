@@ -125,6 +125,9 @@ def test_a_run_config_is_found_by_what_the_log_names_and_in_a_checkpoint(tmp_pat
     assert of_log(Settings(log_of(tmp_path, named)))[0].target == str(tmp_path / "run.yaml")
 
 
+OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore default: 0)\n{0}  expert_model")
+
+
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
@@ -135,14 +138,15 @@ def test_a_run_config_is_found_by_what_the_log_names_and_in_a_checkpoint(tmp_pat
         (f"[rank3]: {error(capacity='31.74 GiB')}", ("--job", JOB), "No known system has 31.74 GiB: add --system"),
         (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 GPUs: give --gpus"),
         (f"[rank3]: {error()}", ("--job", JOB, "--check", "--system", "H200"), "--check: "),
+        (OF_ANOTHER.format("", 1024) + error(), ("--job", JOB),
+         f"the log's job has num_layers=48, and {JOB} has 94: give its own recipe"),
+        (SUMMARY.format("", 1024) + error(), ("--job", JOB, "--system", "GB200"),
+         "--system GB200: the log's GPU has 139.81 GiB, that of H200"),
     ],
-)
-def test_what_a_log_does_not_say_is_asked_for_in_one_line(tmp_path, text, options, said):
+)  # fmt: skip
+def test_what_a_log_does_not_say_or_contradicts_is_asked_for_in_one_line(tmp_path, text, options, said):
     done = planned(tmp_path, text, *options)
     assert done.exit_code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_a_job_is_named_for_a_log_alone():
     done = CliRunner().invoke(app, ["plan", "tiny", "--job", JOB])
     assert done.exit_code == 2 and "tiny is no log" in done.stderr
 
@@ -154,21 +158,6 @@ def test_settings_of_a_saved_builders_model_are_advised_where_they_are(tmp_path)
     assert "model.transformer.tensor_model_parallel_size=4" in advised
     same = log._different({"model": {"tensor_model_parallel_size": 2}}, str(path), set())
     assert not any("tensor_model_parallel_size=" in override for override in same)
-
-
-OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore default: 0)\n{0}  expert_model")
-
-
-@pytest.mark.parametrize(
-    ("text", "options", "told"),
-    [
-        (OF_ANOTHER, (), f"the log's job has num_layers=48, and {JOB} has 94: give its own recipe"),
-        (SUMMARY, ("--system", "GB200"), "--system GB200: the log's GPU has 139.81 GiB, that of H200"),
-    ],
-)
-def test_what_contradicts_the_log_is_refused(tmp_path, text, options, told):
-    done = planned(tmp_path, text.format("", 1024) + error(), "--job", JOB, *options)
-    assert done.exit_code == 2 and told in done.stderr
 
 
 def test_the_offload_that_a_recipe_asks_for_and_steps_that_were_over_are_read_from_the_log(tmp_path):

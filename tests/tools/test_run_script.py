@@ -136,23 +136,23 @@ print(optimizer.offload_optimizer_states)
 
 
 @pytest.mark.parametrize(
-    ("options", "flag", "said"),
+    ("text", "options", "printed", "said"),
     [
-        ((), False, True),
-        pytest.param((), True, False, marks=pytest.mark.slow),
-        pytest.param(("--offload",), False, False, marks=pytest.mark.slow),
+        (VALIDATE.format(flag=False), (), "False\n", "nothing was offloaded: no config"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (VALIDATE.format(flag=True), (), "True\n", ""),
+                (VALIDATE.format(flag=False), ("--offload",), "True\n", ""),
+                ("pass", ("--offload",), "", "nothing was offloaded: {} trained with no config of Megatron-Bridge\n"),
+            )
+        ),
     ],
 )
-def test_a_flag_that_was_never_set_is_said_at_the_end(script, options, flag, said):
-    outcome = start("run", *options, script(VALIDATE.format(flag=flag)))
-    assert (outcome.returncode, outcome.stdout) == (0, f"{bool(options) or flag}\n")
-    assert ("nothing was offloaded" in outcome.stderr) == said
-
-
-@pytest.mark.slow
-def test_a_script_that_trains_nothing_is_not_told_to_give_the_offload_that_was_given(script):
-    said = start("run", "--offload", script("pass")).stderr
-    assert "trained with no config of Megatron-Bridge" in said and "give --offload" not in said
+def test_a_flag_that_was_never_set_is_said_at_the_end(script, text, options, printed, said):
+    outcome = start("run", *options, path := script(text))
+    assert (outcome.returncode, outcome.stdout) == (0, printed)
+    assert said.format(path) in outcome.stderr and ("nothing was offloaded" in outcome.stderr) == bool(said)
 
 
 AGAIN = """
