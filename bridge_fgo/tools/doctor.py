@@ -270,7 +270,14 @@ def _examine_memory(
     if not job.flag:
         return 0
     if machine.gpus and is_upstreams(job, estimate.offload):
-        findings.warnings += _upstream_memory(estimate, here)
+        # mcore's own offloader does not ask for the memory of this machine.
+        needed, free, whole = sum(estimate.fullest_node(here)), available_bytes(), total_bytes()
+        if needed > free:
+            findings.warnings.append(
+                f"mcore's offloader pins {pinned} bytes a rank in the first steps, about {needed} on this "
+                f"node with its {here} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills "
+                "who takes more; OffloadConfig.engine='native' pins less, and says so before training"
+            )
     elif machine.gpus:
         refusals = list(_memory_refusals(job, estimate, here))
         if job.gpus_given:
@@ -278,17 +285,6 @@ def _examine_memory(
         else:  # on more, each rank has less
             findings.notes += [f"refused on so few: {refusal}" for refusal in refusals]
     return pinned
-
-
-def _upstream_memory(estimate: Estimate, ranks: int) -> Iterator[str]:
-    """Yield what the memory of this machine means for mcore's own offloader, which does not ask for it."""
-    needed, free, whole = sum(estimate.fullest_node(ranks)), available_bytes(), total_bytes()
-    if needed > free:
-        yield (
-            f"mcore's offloader pins {max(estimate.pinned)} bytes a rank in the first steps, about {needed} on this "
-            f"node with its {ranks} rank(s), but the node has {whole} bytes, {free} of them free now: Linux kills who "
-            "takes more; OffloadConfig.engine='native' pins less, and says so before training"
-        )
 
 
 def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:

@@ -14,8 +14,7 @@ from typer.core import TyperGroup
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools import demo as demo_command
 from bridge_fgo.tools import report, rl_demo, run_script
-from bridge_fgo.tools.bench import command as bench_command
-from bridge_fgo.tools.bench.options import Settings as BenchSettings
+from bridge_fgo.tools.bench import command as bench
 from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
@@ -184,7 +183,7 @@ def doctor(settings: DoctorSettings) -> int:
 
 for name, settings, run, short_help, example in (
     ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit.", "--steps 10"),
-    ("bench", BenchSettings, bench_command.run, "Measure resident training, this package and its peers on GPUs here.",
+    ("bench", bench.Settings, bench.run, "Measure resident training, this package and its peers on GPUs here.",
         "--arms resident,native --preset long"),
     ("report", report.Settings, report.run, "Compare runs that are over: memory saved, step time, bits.",
         "resident/tb_logs offloaded/tb_logs"),

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun
-from bridge_fgo.tools.bench import command, figures, options, plots, presets
+from bridge_fgo.tools.bench import command, figures, plots, presets
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan.systems import floor_seconds
 
@@ -140,8 +140,8 @@ def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(
 
 def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_command_is_there():
     assert command.budget_gib(resident_arm()) == 35 * GB / 2**30
-    assert list(get_args(options.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
-    assert get_args(options.Sharding) == presets.STRATEGIES
+    assert list(get_args(command.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
+    assert get_args(command.Sharding) == presets.STRATEGIES
 
 
 # --- which steps count ---
@@ -305,7 +305,7 @@ def test_the_arms_by_default_are_those_that_can_run(tmp_path):
         ({"megatron_lm": [Path(checkout(tmp_path))]}, "resident,native,half,mcore,hybrid"),
         ({"fsdp": "optim"}, ",".join(OF_FSDP)),
     ):
-        assert options.Settings(**how).names == names.split(",")
+        assert command.Settings(**how).names == names.split(",")
 
 
 # --- Megatron-FSDP beside DistributedOptimizer ---

@@ -10,7 +10,6 @@ from test_bench import GB, OF_FSDP, checkout, resident_arm
 from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
 from bridge_fgo.tools.bench import command, presets
-from bridge_fgo.tools.bench.options import Settings
 
 
 @pytest.fixture
@@ -28,7 +27,7 @@ def start(monkeypatch, tmp_path):
             return resident_arm()
 
         monkeypatch.setattr(command, "run_arm", run_arm)
-        settings = Settings(
+        settings = command.Settings(
             arms=",".join(dict.fromkeys(["resident", name])),
             keep=tmp_path,
             megatron_lm=[Path(path) for path in megatron_lm],

@@ -10,7 +10,6 @@ from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.job import answers
-from bridge_fgo.tools.job.held import MXFP8_BYTES
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
 
@@ -56,7 +55,7 @@ def test_mxfp8_parameters_keep_fp32_masters_and_bf16_moments():
     elements = sum(tensor.numel for tensor in tensors)
     assert sum(totals) == (4 + 2 + 2) * elements
     fp8 = sum(tensor.numel for tensor in quantized)
-    assert plan.stages[0].parameters == pytest.approx(fp8 * MXFP8_BYTES + 2 * (elements - fp8), rel=1e-3)
+    assert plan.stages[0].parameters == pytest.approx(fp8 * 2.0625 + 2 * (elements - fp8), rel=1e-3)
 
 
 @pytest.mark.parametrize(

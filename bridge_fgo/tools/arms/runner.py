@@ -160,7 +160,7 @@ class ArmProcess:
     ) -> None:
         events, self._log = (folder / f"{file_name(name)}.{end}" for end in ("events.jsonl", "log"))
         events.unlink(missing_ok=True)  # the arm appends: an earlier demo's events must not count
-        self._arm, self._tail, self._on_event = ArmRun(name), EventTail(events), on_event
+        self.arm, self._tail, self._on_event = ArmRun(name), EventTail(events), on_event
         with self._log.open("wb") as out:
             self._process = subprocess.Popen(
                 [sys.executable, *launcher, "-m", module, *options, "--events", str(events)],
@@ -174,14 +174,9 @@ class ArmProcess:
         """Take in the new events, and return whether the process still runs."""
         runs = self._process.poll() is None
         for event in self._tail.new_events():
-            self._arm.add(event)
+            self.arm.add(event)
             self._on_event(event)
         return runs
-
-    def run_so_far(self) -> ArmRun:
-        """Return the events up to now; of an arm that has not ended there is no result."""
-        self.is_running()  # the last of them may not have been taken in
-        return self._arm
 
     def end(self) -> None:
         """End the process if it still runs."""
@@ -194,12 +189,12 @@ class ArmProcess:
 
     def result(self, late: str = "") -> ArmRun:
         """Return the events of an arm that has ended; ArmFailed where it was ended (`late`: why) or left no result."""
-        assert not self.is_running(), self._arm.name
+        assert not self.is_running(), self.arm.name
         status = self._process.returncode
-        if status != 0 or not self._arm.result:
+        if status != 0 or not self.arm.result:
             why = late or (f"exit status {status}" if status else "it left no result")
-            raise ArmFailed(self._arm.name, why, telling_lines(self._log.read_text(errors="replace")))
-        return self._arm
+            raise ArmFailed(self.arm.name, why, telling_lines(self._log.read_text(errors="replace")))
+        return self.arm
 
 
 def launcher(ranks: int) -> tuple[str, ...]:

@@ -90,7 +90,9 @@ class InTurn:
                 done += 1
                 self._take_turns(order_of(names, done), done, self.turn_steps)
                 longest = max(longest, time.monotonic() - before)
-                self.tell(f"round {done} of {self.rounds}: {self._newest_medians()}")
+                running = {name: process.arm for name, process in self._processes.items() if process.is_running()}
+                newest = ", ".join(f"{name} {medians(arm)[0][-1]:.3f} s" for name, arm in running.items())
+                self.tell(f"round {done} of {self.rounds}: {newest}")  # known also where no end is reached
             self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
         return self._results, self._failures
 
@@ -99,11 +101,6 @@ class InTurn:
         if self.time_limit is None:
             return False
         return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self.time_limit
-
-    def _newest_medians(self) -> str:
-        """Return each arm's median seconds in the round that is over, which are known also where no end is reached."""
-        newest = {name: medians(process.run_so_far())[0][-1] for name, process in self._processes.items()}
-        return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in newest.items())
 
     def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
         for name in names:

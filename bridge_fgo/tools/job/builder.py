@@ -101,7 +101,9 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
                 ) from None
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["recomputations"] = dict(recomputations(as_given, gpus))
-    found["config"] = plain_config(config)  # last: the vocabulary is only now known
+    found["config"] = {section: plain_section(getattr(config, section)) for section in SECTIONS}  # with its vocabulary
+    if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
+        found["config"]["optimizer"]["provide"] = plain(config.optimizer.provide)
     return found
 
 
@@ -271,14 +273,6 @@ def tensor_of(config: Any, name: str, param: torch.nn.Parameter) -> dict[str, An
         "own_bucket": bool(getattr(param, "shared_embedding", False)),
         "trainable": param.requires_grad,
     }
-
-
-def plain_config(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the settings of each section that JSON can carry."""
-    found = {section: plain_section(getattr(config, section)) for section in SECTIONS}
-    if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
-        found["optimizer"]["provide"] = plain(config.optimizer.provide)
-    return found
 
 
 def plain_section(section: Any) -> dict[str, Any]:

@@ -161,7 +161,11 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     stops = [*starts[1:], len(whole)]
     logits = 0
     if stage == job.parallel.pipeline - 1:
-        logits = tokens_of(job) * _vocabulary(job, stage)
+        # Of the rank's output layer, or of the embedding that it shares.
+        sizes = {tensor.name.rpartition(".")[0]: tensor.numel for tensor in job.tensors(stage)}
+        own = [size for name, size in sizes.items() if name.endswith("output_layer")]
+        shared = [size for name, size in sizes.items() if name.endswith("word_embeddings")]
+        logits = tokens_of(job) * ((own or shared)[0] // model.hidden_size)
 
     def of_loss(beside: int) -> Course:
         after = max(layer.last for layer in layers) + 1
@@ -229,14 +233,6 @@ def _copies(job: Job, stage: int) -> list[list[int]]:
         return [[*of_layer.whole] if place < count else [] for place, of_layer in enumerate(of_layers)]
     sizes = ([nbytes for name in away for nbytes in of_layer.copies.get(name, ())] for of_layer in of_layers)
     return [[size for size in each if size >= model.min_offloaded_tensor_size * HALF] for each in sizes]
-
-
-def _vocabulary(job: Job, stage: int) -> int:
-    """Return the rows of a rank's output layer, or of the embedding that it shares."""
-    sizes = {tensor.name.rpartition(".")[0]: tensor.numel for tensor in job.tensors(stage)}
-    own = [size for name, size in sizes.items() if name.endswith("output_layer")]
-    shared = [size for name, size in sizes.items() if name.endswith("word_embeddings")]
-    return (own or shared)[0] // job.config.model.hidden_size
 
 
 def tokens_of(job: Job) -> int:

@@ -284,7 +284,10 @@ def spared_bytes(job: Job, stage: int, held: Held, offload: OffloadConfig, activ
         return 0
     backward = backward_of(job, stage)
     if backward is None or backward.peak != activations:
-        backward = _in_proportion(activations, len(job.tensors(stage)))
+        # Nothing else is known of activations: they go with each of the tensors alike.
+        tensors = len(job.tensors(stage))
+        course = [(activations * (number + 1) // tensors, number) for number in reversed(range(tensors))]
+        backward = Backward([(activations, NO_GRADIENT), *course], [(activations, NO_GRADIENT), *course])
     buckets = sorted(held.buckets, reverse=True)  # as a backward needs them
     changing = [(last, nbytes) for last, nbytes in buckets if not is_several or moves(held, nbytes)]
     staying = held.gradients - sum(nbytes for _, nbytes in changing)
@@ -307,12 +310,6 @@ def _together(course: Course, buckets: list[tuple[int, int]], ahead: int, leavin
         there = buckets[max(0, come - 1 - leaving) : come + ahead]
         found.append(activations + sum(nbytes for _, nbytes in there))
     return max(found)
-
-
-def _in_proportion(activations: int, tensors: int) -> Backward:
-    """Return a backward whose activations go with each of the tensors alike, where nothing else is known of them."""
-    course = [(activations * (number + 1) // tensors, number) for number in reversed(range(tensors))]
-    return Backward([(activations, NO_GRADIENT), *course], [(activations, NO_GRADIENT), *course])
 
 
 def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, budget: int | None) -> int:

@@ -158,7 +158,10 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
         return replace(settings, target=str(config)), None
     if settings.check:
         raise ValueError(f"--check: {path} is the log of a job that did not fit; check what is advised for it")
-    text = _text(path)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".log", ".out", ".err", ".txt"))
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     errors = list(_errors(text))
     if not errors:
         other = OTHER_ERROR.search(text)
@@ -168,7 +171,8 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
     notes = []
     if first.rank is None:
         notes.append("the log does not say which rank it was (torchrun's say [rank0]:): the fullest stage is taken")
-    target = settings.job or _config_named(text, path.parent) or _recipe_named(text)
+    recipes = (match[1] for match in RECIPE.finditer(text) if match[1] in RECIPES or match[1] in config_functions())
+    target = settings.job or _config_named(text, path.parent) or next(recipes, None)
     if target is None:
         said = "It does not say which job it is of"
         if named := RECIPE.search(text):
@@ -193,13 +197,6 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
     overrides += settings.overrides or ()
     of_job = {"target": target, "job": None, "system": system, "gpus": gpus, "overrides": overrides}
     return replace(settings, **of_job, recommend=True), Log(errors, notes, lacks_offload, bool(STEP.search(text)))
-
-
-def _text(path: Path) -> str:
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".log", ".out", ".err", ".txt"))
-    return "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
 
 def _errors(text: str) -> Iterator[OutOfMemory]:
@@ -240,11 +237,6 @@ def _config_named(text: str, beside: Path) -> str | None:
                 return str(path)
     folders = (folder / match[1] for match in CHECKPOINTS.finditer(text) for folder in (Path(), beside))
     return next((str(path) for folder in folders if (path := _newest_config(folder))), None)
-
-
-def _recipe_named(text: str) -> str | None:
-    known = (match[1] for match in RECIPE.finditer(text))
-    return next((name for name in known if name in RECIPES or name in config_functions()), None)
 
 
 def _system(error: OutOfMemory, given: str | None) -> str:

@@ -293,17 +293,15 @@ class Recommender:
             ways = [resident, *(way for way in others if way.name.startswith(resident.name) and not is_resident)]
             return min((way for way in ways if way.fits), key=lambda way: way.step, default=None)
 
-        counts = [gpus for gpus in range(1, 1 + self._most_gpus()) if self._takes(gpus)]
+        parallel, train = self._job.parallel, config.train
+        most = parallel.gpus // parallel.data * (train.global_batch_size // train.micro_batch_size)
+        counts = [gpus for gpus in range(1, 1 + most) if self._takes(gpus)]
         found = []
         for is_resident in (True, False):
             place = bisect_left(counts, True, key=lambda gpus, only=is_resident: best(gpus, only) is not None)
             found += [best(gpus, is_resident) for gpus in counts[place : place + 1]]
         fewest = min(found, key=lambda way: (way.gpus, way.step), default=None)
         return [way for way in dict.fromkeys(found) if way not in choices], fewest
-
-    def _most_gpus(self) -> int:
-        parallel, train = self._job.parallel, self._job.config.train
-        return parallel.gpus // parallel.data * (train.global_batch_size // train.micro_batch_size)
 
     def _takes(self, gpus: int) -> bool:
         """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""

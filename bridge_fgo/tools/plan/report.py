@@ -159,21 +159,13 @@ def _print_links(console: Console, estimate: Estimate) -> None:
         "GB/s: D2H/H2D/each way with both busy (*: not measured here). Floor: the least that a step gets longer by; "
         "bare: with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
     )
-    if moving := max(stage.moving for stage in estimate.stages):
-        _print_gradients(console, estimate, moving)
+    moving, times = max(stage.moving for stage in estimate.stages), estimate.job.microbatches - 1
+    if moving and times:
+        enough = [f"{seconds(row.gradient_seconds)} ({row.link.title})" for row in estimate.links]
+        console.print(
+            f"Gradients: up to {gigabytes(moving)} GB of a rank leave after each microbatch but the last and return "
+            f"before the next, {gigabytes(2 * times * moving)} GB over the link a step. They hide where forward and "
+            f"backward of a microbatch take this many seconds: {', '.join(enough)}."
+        )
     sources = (f"{row.link.title}, {row.link.figures} GB/s: {row.link.source}" for row in estimate.links)
     print_lines(console, sources)
-
-
-def _print_gradients(console: Console, estimate: Estimate, moving: int) -> None:
-    """Print what moves of the gradients, and how long a microbatch has to be for that to hide."""
-    times = estimate.job.microbatches - 1
-    if not times:
-        return
-    crossing = gigabytes(2 * times * moving)
-    enough = [f"{seconds(row.gradient_seconds)} ({row.link.title})" for row in estimate.links]
-    console.print(
-        f"Gradients: up to {gigabytes(moving)} GB of a rank leave after each microbatch but the last and return before "
-        f"the next, {crossing} GB over the link a step. They hide where forward and backward of a microbatch take this "
-        f"many seconds: {', '.join(enough)}."
-    )

@@ -70,7 +70,9 @@ def sum_of(
         parts += layouts
         host_bytes -= sum(slab.layout.nbytes for part in layouts for slab in part.slabs)
         masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
-    padding = sum(map(_padding_bytes, parts))
+    # What no state has of storages that others hold views of: they leave whole.
+    whole = [slab for part in parts for slab in part.slabs if any(state.home is not None for state in slab.states)]
+    padding = sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
     sizes = [size_of(part) for part in parts]
     return StateBytes(
         by_kind["master"] + padding,
@@ -94,12 +96,6 @@ def size_of(part: PartLayout) -> PartBytes:
 def copied_bytes(part: PartLayout) -> int:
     """Return the bytes that a copy of a part's slabs takes over the link."""
     return sum(slab.codec.link_bytes for slab in part.slabs)
-
-
-def _padding_bytes(part: PartLayout) -> int:
-    """Return the bytes that no state has of the storages of a part that others hold views of: they leave too."""
-    whole = [slab for slab in part.slabs if any(state.home is not None for state in slab.states)]
-    return sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
 
 
 def written_back_bytes(part: PartLayout) -> int:
