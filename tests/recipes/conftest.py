@@ -1,14 +1,10 @@
-"""Puts this folder on the path, for what its tests share; no network, and no training."""
+"""No network, and no training."""
 
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 
 import bridge_fgo
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

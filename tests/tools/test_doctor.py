@@ -409,7 +409,7 @@ def test_the_builder_is_asked_once_for_what_is_installed_and_for_the_config(buil
 def test_without_a_config_the_builder_is_asked_only_of_versions_that_no_answers_are_kept_of(builder, monkeypatch):
     fresh = []
     monkeypatch.setattr(doctor, "ask_builder", lambda **asked: fresh.append(asked) or {"mcore": "0.20.0"})
-    versions = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))["versions"]
+    versions = TINY["versions"]
     for installed, mcore in ((versions, versions["megatron-core"]), ({"megatron-core": "0.20.0"}, "0.20.0")):
         monkeypatch.setattr(answers, "installed_versions", lambda installed=installed: installed)
         _, found = told("doctor")

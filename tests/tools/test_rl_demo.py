@@ -2,20 +2,21 @@
 
 import json
 import subprocess
+from functools import partial
 from types import SimpleNamespace
 
 import children
 import pytest
 from test_demo import arm, fake, step
-from typer.testing import CliRunner
+from test_demo import run as demo_with
 
 from bridge_fgo.tools import demo, rl_demo
 from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.arms.rl.arm import parse
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.rl_demo import State, states_of_run
 
+run = partial(demo_with, "--rl")
 FULL = {"params": 200, "grads": 400, "optimizer": 1200, "reference": 0}
 NONE = dict.fromkeys(FULL, 0)
 ALONE = NONE | {"params": 200}
@@ -32,12 +33,6 @@ def iteration(number, reward):
         phases.append({"phase": phase, "at": at, "seconds": 9.0 if number == 1 else 0.25, **bytes_of})
     phases.append({"phase": "trained", "at": 9.0, "memory": FULL})
     return step(number, seconds=2.0) | {"reward": reward, "held": 1000 + number, "phases": phases}
-
-
-def run(*words):
-    """Run the command; returns status, output and errors."""
-    result = CliRunner().invoke(app, ["demo", "--rl", *map(str, words)])
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture
@@ -124,8 +119,8 @@ def test_the_picture_of_a_demo_has_the_phases_of_an_iteration(run_fake, tmp_path
 
 
 def test_what_is_of_this_demo_alone_is_refused_by_the_other():
-    result = CliRunner().invoke(app, ["demo", "--tp", "2", "--crowd"])
-    assert result.exit_code == 2 and "--tp, --crowd: only of --rl" in result.output
+    status, _, errors = demo_with("--tp", 2, "--crowd")
+    assert status == 2 and "--tp, --crowd: only of --rl" in errors
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace that `bridge_fgo.tools.arms.step_trace` wrote."""
+    """Read the trace that `bridge_fgo.tools.arms.gpu_recorder` wrote."""
     with gzip.open(path, "rt") as file:
         raw = json.load(file)
 

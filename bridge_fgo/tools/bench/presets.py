@@ -132,7 +132,14 @@ def arms(
         raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
     if len(set(names)) < len(names):
         raise ValueError(f"--arms {','.join(names)}: an arm is there twice: name each once")
-    _check_fsdp(kinds, optimizer, fsdp)
+    of_fsdp = {"fsdp_resident", "fsdp"}.intersection(kinds)
+    if (fsdp is not None or of_fsdp) and (fsdp not in STRATEGIES or len(of_fsdp) < 2):
+        raise ValueError(
+            f"--fsdp {fsdp} with --arms {','.join(kinds)}: name both arms of Megatron-FSDP, fsdp_resident and fsdp, "
+            f"which is compared with it, and say what it shards, --fsdp {', '.join(STRATEGIES)}"
+        )
+    if fsdp is not None and optimizer != "adam":
+        raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
     if optimizer != "adam" and "hybrid" in kinds:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
     options = _options_of_kinds(preset, optimizer, fsdp)
@@ -144,20 +151,6 @@ def arms(
         suffix = "".join(f":{name}={value}" for name, value in environment.items())
         found += [replace(arm, name=arm.name + suffix, environment=environment) for arm in of_kind]
     return found
-
-
-def _check_fsdp(kinds: list[str], optimizer: str, fsdp: str | None) -> None:
-    """Raise ValueError where arms with Megatron-FSDP and what it is to shard do not go together."""
-    there = {"fsdp_resident", "fsdp"}.intersection(kinds)
-    if fsdp is None and not there:
-        return
-    if fsdp not in STRATEGIES or len(there) < 2:
-        raise ValueError(
-            f"--fsdp {fsdp} with --arms {','.join(kinds)}: name both arms of Megatron-FSDP, fsdp_resident and fsdp, "
-            f"which is compared with it, and say what it shards, --fsdp {', '.join(STRATEGIES)}"
-        )
-    if optimizer != "adam":
-        raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
 
 
 def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str, tuple[str, ...]]:

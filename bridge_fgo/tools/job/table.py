@@ -42,19 +42,17 @@ def lines(words: Sequence[str] = ()) -> Iterator[str]:
     yield f"{'recipe':{width}}  {_cells(heads)}"
     for name, row in rows.items():
         of = table["rows"][row["as"]] if "as" in row else row
-        yield f"{name:{width}}  {_cells(_figures(of)) if 'cells' in of else of['why']}"
+        told = of.get("why")
+        if told is None:
+            peaks = (f"{'' if of['counted'] else '>'}{of[peak] / 1e9:.1f}" for peak in ("resident", "offloaded"))
+            told = _cells((str(of["gpus"]), *peaks, *of["cells"]))
+        yield f"{name:{width}}  {told}"
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     yield (
         f"\nGB on the fullest GPU at peak, resident and all offloaded (> without activations, which are not counted); "
         f"{UNKNOWN}: it depends on them, or is a close call. Activations of experts on several ranks, and in FP8, are "
         f"not held against runs. By `bridge-fgo plan` of {versions}; what a recipe's name says of a GPU is not binding."
     )
-
-
-def _figures(row: dict[str, Any]) -> tuple[str, ...]:
-    bound = "" if row["counted"] else ">"
-    peaks = (f"{bound}{row[name] / 1e9:.1f}" for name in ("resident", "offloaded"))
-    return (str(row["gpus"]), *peaks, *row["cells"])
 
 
 def _cells(cells: Sequence[str]) -> str:
