@@ -137,7 +137,7 @@ def test_shellcheck_has_nothing_to_say():
 
 # --- as a job, with commands of Slurm's that write down how they are called ---
 
-SETTINGS = {"NUMA": "0", "PREFLIGHT": "", "CHECKPOINTS": ""}
+SETTINGS = BARE | {"PREFLIGHT": ""}
 
 
 def job(folder, srun="exit 0", **environment):

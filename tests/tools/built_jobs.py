@@ -3,6 +3,7 @@
 import json
 from functools import cache, partial
 
+from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import Job, job_of
 
@@ -28,17 +29,21 @@ def _answer(name: str, gpus: int | None, overrides: tuple[str, ...]) -> str:
 def __getattr__(options: str):
     if not options.startswith("--"):
         raise AttributeError(options)
-    return partial(config, options)
+    return partial(config, *options.split())
 
 
-def config(options: str):
-    from bridge_fgo.tools.arms import gpu
+def parsed(*options: str):
+    """Return the options of an arm."""
+    return gpu.parse([*options, "--events", "unused"])
 
-    return gpu.build_config(gpu.parse(f"{options} --events unused".split()))
+
+def config(*options: str):
+    """Return the config that an arm of these options makes."""
+    return gpu.build_config(parsed(*options))
 
 
 def without_layers():
-    result = config(SMALL)
+    result = config(*SMALL.split())
     result.model.transformer_layer_spec = None
     return result
 
@@ -47,7 +52,7 @@ def latent(options: str, q_lora_rank: int = 96, kv_lora_rank: int = 64, **model:
     from megatron.bridge.models.mla_provider import MLAModelProvider
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    result = config(options)
+    result = config(*options.split())
     names = MLAModelProvider.__dataclass_fields__
     fields = {name: value for name, value in vars(result.model).items() if name in names and names[name].init}
     result.model = MLAModelProvider(**{name: value for name, value in fields.items() if value is not None})

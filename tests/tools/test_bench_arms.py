@@ -5,9 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from built_jobs import config, parsed
 from test_bench import GB, OF_FSDP, checkout, resident_arm
 
-from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
 from bridge_fgo.tools.bench import command, presets
 
@@ -36,19 +36,12 @@ def start(monkeypatch, tmp_path):
         command.run_one(settings, settings.chosen()[-1], resident_arm())
         if "checkpoints" in seen:
             assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
-        parsed = gpu.parse([*seen["options"], "--events", "unused"])
-        assert parsed.async_save is parsed.finish_saves is ("checkpoints" in seen)
+        found = parsed(*seen["options"])
+        assert found.async_save is found.finish_saves is ("checkpoints" in seen)
         values = {option: value for option, value in pairwise([*seen["options"], ""]) if option.startswith("--")}
         return values, seen["environment"]
 
     return start
-
-
-def config_of(*options):
-    """Return the config that an arm of these options makes."""
-    from bridge_fgo.tools.arms.gpu import build_config
-
-    return build_config(gpu.parse([*options, "--events", "unused"]))
 
 
 # --- which arms there are ---
@@ -120,38 +113,38 @@ ARMS = {
 def differing(preset="short", names=tuple(ARMS), **how):
     """Return what of the arms' parsed options is not as `ARMS` says, by name, and all of them."""
     found = presets.arms(list(names), [], preset, **how)
-    parsed = {arm.name: vars(gpu.parse([*arm.options, "--events", "unused"])) for arm in found}
+    given = {arm.name: vars(parsed(*arm.options)) for arm in found}
     wanted = {name: {"fsdp": None, "hybrid": False} | ARMS[name] for name in names}
     different = {
-        (name, option): parsed[name][option]
+        (name, option): given[name][option]
         for name, options in wanted.items()
         for option, value in options.items()
-        if parsed[name][option] != value
+        if given[name][option] != value
     }
-    return different, parsed
+    return different, given
 
 
 def test_an_arm_has_the_options_that_its_name_and_the_preset_stand_for():
     assert not differing(fsdp="optim")[0]
     # A resident model does not fit: resident arms recompute attention, and offloaded arms recompute nothing.
-    different, parsed = differing("tight", fsdp="optim")
+    different, given = differing("tight", fsdp="optim")
     assert not different
-    of_attention = {name for name, options in parsed.items() if options["recompute"] == "attention"}
+    of_attention = {name for name, options in given.items() if options["recompute"] == "attention"}
     assert of_attention == {"resident", "fsdp_resident"}
     # The preset of many slabs sets their size, for this package's engine alone.
     small = {name for name, options in differing("slabs", fsdp="optim")[1].items() if options["slab_bytes"] == 2**22}
     assert small == {name for name, options in ARMS.items() if options.get("engine") == "native"}
     adam = [name for name in ARMS if not name.startswith("fsdp") and name not in ("mcore", "hybrid")]
     for optimizer in ("muon", "dist_muon"):
-        different, parsed = differing(names=adam, optimizer=optimizer)
+        different, given = differing(names=adam, optimizer=optimizer)
         assert not different
-        trained = {(one["optimizer"], one["distributed"], one["layer_wise"]) for one in parsed.values()}
+        trained = {(one["optimizer"], one["distributed"], one["layer_wise"]) for one in given.values()}
         assert trained == {(optimizer, False, False)}
 
 
 def test_mcores_own_muon_is_layer_wise():
     _, found = presets.arms(["resident", "mcore"], [], "short", "dist_muon")
-    mcore = gpu.parse([*found.options, "--events", "unused"])
+    mcore = parsed(*found.options)
     assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
     assert mcore.no_install and mcore.offload == "on" and not found.bitwise
 
@@ -205,7 +198,7 @@ def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standi
 
     def asked(*options):
         optimizer = bridge.OptimizerConfig()
-        ask_for_offload(optimizer, gpu.parse([*options, "--offload", "on", "--events", "unused"]))
+        ask_for_offload(optimizer, parsed(*options, "--offload", "on"))
         return {name: getattr(optimizer, name) for name in names if getattr(optimizer, name, False)}
 
     assert asked() == {"offload_optimizer_states": True}
@@ -222,7 +215,7 @@ def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standi
 @pytest.mark.parametrize("preset", presets.PRESETS)
 @pytest.mark.usefixtures("cpu_standins")
 def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_mode_for_it(preset):
-    model = config_of(*presets.size_options(preset, gpus=2)).model
+    model = config(*presets.size_options(preset, gpus=2)).model
     assert not model.cross_entropy_loss_fusion
     assert model.deterministic_mode is (model.num_moe_experts is not None) is (preset == "moe")
 
@@ -230,17 +223,17 @@ def test_arms_are_comparable_bit_by_bit_and_only_experts_need_the_deterministic_
 @pytest.mark.usefixtures("cpu_standins")
 def test_arms_with_and_without_megatron_fsdp_train_the_same_and_those_with_saves_save_in_the_background(tmp_path):
     arms = presets.arms(OF_FSDP, [], "short", fsdp="optim")
-    configs = {one.name: config_of(*presets.size_options("short", 1), *one.options) for one in arms}
-    assert {name for name, config in configs.items() if config.ddp.use_megatron_fsdp} == {"fsdp_resident", "fsdp"}
+    configs = {one.name: config(*presets.size_options("short", 1), *one.options) for one in arms}
+    assert {name for name, made in configs.items() if made.ddp.use_megatron_fsdp} == {"fsdp_resident", "fsdp"}
     assert configs["fsdp"].checkpoint.ckpt_format == "fsdp_dtensor"
     assert configs["fsdp"].ddp.data_parallel_sharding_strategy == "optim"
     kinds = {
-        (config.model.num_layers, config.model.hidden_size, config.train.global_batch_size, config.dataset.seq_length)
-        for config in configs.values()
+        (made.model.num_layers, made.model.hidden_size, made.train.global_batch_size, made.dataset.seq_length)
+        for made in configs.values()
     }
     assert len(kinds) == 1
 
-    checkpoint = config_of(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
+    checkpoint = config(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
     assert checkpoint.ckpt_format == "torch_dist"
 

@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from built_jobs import parsed
 from test_bench import GB, LINK, arm, bench, made_up, names_of, ran  # noqa: F401 (a fixture)
 
-from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.arms.runner import ArmFailed, launcher
 from bridge_fgo.tools.arms.turns import Turnstile, TurnTaker
 from bridge_fgo.tools.bench import command, in_turn
@@ -250,11 +250,10 @@ def test_the_bench_in_turn_leaves_the_rounds_in_its_json_and_half_takes_the_budg
     assert saved["order"][1] == ["native", "resident:A=1", "native:A=1", "resident"]
     assert [one["compared_with"] for one in saved["arms"]] == ["resident", "resident", "resident", "resident:A=1"]
     assert saved["arms"][3]["added_seconds"] == pytest.approx(0.1)
-    parsed = gpu.parse([*trained_in_turn["native"], "--events", "unused"])
-    assert parsed.steps == in_turn.WARM_UP_STEPS + 3 * 5
+    assert parsed(*trained_in_turn["native"]).steps == in_turn.WARM_UP_STEPS + 3 * 5
 
     ran(tmp_path, "--in-turn --arms resident,half --half-budget-gib 20")
-    assert gpu.parse([*trained_in_turn["half"], "--events", "unused"]).gpu_memory_budget_gib == 20
+    assert parsed(*trained_in_turn["half"]).gpu_memory_budget_gib == 20
 
 
 @pytest.mark.parametrize(("released", "status"), [(0, 0), (3 * GB, 2)], ids=["all fits", "some left"])

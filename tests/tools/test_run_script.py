@@ -179,27 +179,24 @@ def test_a_script_that_starts_itself_anew_has_the_package_again(script, is_modul
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "words", "place"),
     [
-        ("/bin/sh", ["sh", "train.py"]),
-        ("/usr/bin/python3", ["python3", "other.py", "train.py"]),
-        ("/usr/bin/python3", ["python3", "-c", "pass"]),
-        ("/usr/bin/python3", ["python3", "-m", "other"]),
-        ("/usr/bin/python3", ["python3"]),
-        (b"/bin/sh", [b"sh", b"train.py"]),
-        (3, ["python3", "train.py"]),
+        ("/usr/bin/python3", ["python3", "-u", "-W", "ignore", "train.py", "-x"], 4),
+        ("/bin/sh", ["sh", "train.py"], None),
+        ("/usr/bin/python3", ["python3", "other.py", "train.py"], None),
+        ("/usr/bin/python3", ["python3", "-c", "pass"], None),
+        ("/usr/bin/python3", ["python3", "-m", "other"], None),
+        ("/usr/bin/python3", ["python3"], None),
+        (b"/bin/sh", [b"sh", b"train.py"], None),
+        (3, ["python3", "train.py"], None),
     ],
 )
-def test_another_program_is_started_as_it_is(tmp_path, monkeypatch, path, words):
+def test_the_package_is_put_between_pythons_options_and_the_script_and_another_program_is_started_as_it_is(
+    tmp_path, monkeypatch, path, words, place
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
-    assert run_script.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == words
+    run = ["-m", "bridge_fgo", "run", "--offload"]
+    expected = words if place is None else [*words[:place], *run, *words[place:]]
+    assert run_script.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == expected
     assert run_script.with_run(path, words, Path("train"), True, ["--offload"]) == words
-
-
-def test_options_of_python_stay_before_the_package(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    words = ["python3", "-u", "-W", "ignore", "train.py", "-x"]
-    found = run_script.with_run("/usr/bin/python3", words, tmp_path / "train.py", False, ["--offload"])
-    assert found == [*words[:4], "-m", "bridge_fgo", "run", "--offload", "train.py", "-x"]
