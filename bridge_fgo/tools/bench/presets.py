@@ -142,12 +142,22 @@ def arms(
         raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
     if optimizer != "adam" and "hybrid" in kinds:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
+    for path in megatron_lm if "mcore" in kinds else ():
+        # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
+        missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
+        if missing:
+            raise ValueError(
+                f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
+                "Megatron-LM's dev branch with its whole `megatron` folder"
+            )
     options = _options_of_kinds(preset, optimizer, fsdp)
     found: list[BenchArm] = []
     for kind, environment in read:
         of_kind = [BenchArm(kind, options[kind], bitwise=kind not in ("recomputed", "hybrid"))]
         if kind == "mcore":
-            of_kind = _mcore_arms(options[kind], megatron_lm, optimizer)
+            # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests of other lists.
+            paths, is_adam = enumerate(megatron_lm or [""]), optimizer == "adam"
+            of_kind = [BenchArm(f"mcore{i or ''}", options[kind], path, bitwise=is_adam) for i, path in paths]
         suffix = "".join(f":{name}={value}" for name, value in environment.items())
         found += [replace(arm, name=arm.name + suffix, environment=environment) for arm in of_kind]
     return found
@@ -175,17 +185,3 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "fsdp": ("--fsdp", str(fsdp), *native),
         "hybrid": ("--hybrid",),
     }
-
-
-def _mcore_arms(options: tuple[str, ...], megatron_lm: list[str], optimizer: str) -> list[BenchArm]:
-    for path in megatron_lm:
-        # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
-        missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
-        if missing:
-            raise ValueError(
-                f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
-                "Megatron-LM's dev branch with its whole `megatron` folder"
-            )
-    # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests would be of other lists.
-    is_adam = optimizer == "adam"
-    return [BenchArm(f"mcore{i or ''}", options, path, bitwise=is_adam) for i, path in enumerate(megatron_lm or [""])]

@@ -135,12 +135,6 @@ class Log:
     has_steps: bool
 
 
-def is_log(target: str) -> bool:
-    """Return whether `target` is a file or folder that can only be a job's log."""
-    is_name = target in RECIPES or re.fullmatch(r"\w+_config", target) or is_saved_config(target) or ":" in target
-    return not is_name and Path(target).exists()
-
-
 def of_log(settings: Settings) -> tuple[Settings, Log | None]:
     """Return the settings of a plan of a log's job, and what the log says; the settings and None for no log.
 
@@ -149,7 +143,9 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
     Raises:
         ValueError: the log has no such error, or does not say which job or which GPU it was, and nor do the settings.
     """
-    if not is_log(settings.target):
+    target = settings.target
+    is_name = target in RECIPES or re.fullmatch(r"\w+_config", target) or is_saved_config(target) or ":" in target
+    if is_name or not Path(target).exists():
         if settings.job is not None:
             raise ValueError(f"--job {settings.job}: says of which job a log is, and {settings.target} is no log")
         return settings, None

@@ -77,15 +77,12 @@ def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     # A budget has the engine offload more where a peak is above what was counted.
     least = offloaded if estimate.offload.gpu_memory_budget_gib is None else estimate.least_budget
     close = close_call(estimate, room, least) or ("" if flag else close_call(estimate, room, resident))
-    return Verdict(system, outcome, resident, offloaded, room, why or _of_another_gpu(estimate, system), close)
-
-
-def _of_another_gpu(estimate: Estimate, system: str) -> str:
-    """Return a line where the system's GPU has no number format that the job computes in; else ""."""
     model = estimate.job.config.model
     mxfp8 = getattr(model, "fp8", None) and model.fp8_recipe == "mxfp8"
     name = "model.fp8_recipe='mxfp8'" if mxfp8 else "model.fp4" if getattr(model, "fp4", None) else ""
-    return f"But {name} needs Blackwell, which {system} is not" if name and system in HOPPER else ""
+    if name and system in HOPPER and not why:
+        why = f"But {name} needs Blackwell, which {system} is not"
+    return Verdict(system, outcome, resident, offloaded, room, why, close)
 
 
 def close_call(estimate: Estimate, room: int, peak: int) -> str:
