@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 from test_plan_verdict import job as job_of_size
+from test_plan_verdict import no_activations_counted  # noqa: F401 (a fixture)
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.plan import estimate, recommend
+from bridge_fgo.tools.plan import recommend
 from bridge_fgo.tools.plan.compute import Compute
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.report import as_json, print_estimate
@@ -20,11 +21,6 @@ EIGHT = [(tensor, 10 * GB) for tensor in range(8)]
 """A bucket of 10 GB for each of the job's eight tensors."""
 LARGE = [(7, 10 * GB), (6, 10 * GB), (5, 60 * GB)]
 """The last of a backward has three fourths of all."""
-
-
-@pytest.fixture(autouse=True)
-def no_activations_counted(monkeypatch):
-    monkeypatch.setattr(estimate, "activation_bytes", lambda job, stage: None)
 
 
 def job_of(microbatches: int, buckets: list[tuple[int, int]]):

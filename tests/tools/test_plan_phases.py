@@ -1,4 +1,4 @@
-"""What the plan says of sleeps and wakes, against `Residency` itself and by the arithmetic of its bytes."""
+"""What the plan says of sleeps and wakes, by the arithmetic of `Residency`'s bytes."""
 
 import json
 from dataclasses import replace

@@ -169,8 +169,14 @@ def run(settings: Settings) -> int:
 
     Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
     """
+    import torch
+
     console = Console(stderr=settings.json_output)
-    settings = replace(settings, gpus=_gpus(settings.gpus))
+    if (here := torch.cuda.device_count()) == 0:
+        raise ValueError("torch sees no CUDA device here")
+    if settings.gpus is not None and settings.gpus > here:
+        raise ValueError(f"--gpus {settings.gpus}: torch sees {here} CUDA devices here")
+    settings = replace(settings, gpus=settings.gpus or here)
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
     settings.size()  # refuses what cannot be before anything starts
@@ -231,17 +237,6 @@ def run(settings: Settings) -> int:
     if failures:
         return FAILED
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
-
-
-def _gpus(asked: int | None) -> int:
-    import torch
-
-    here = torch.cuda.device_count()
-    if here == 0:
-        raise ValueError("torch sees no CUDA device here")
-    if asked is not None and asked > here:
-        raise ValueError(f"--gpus {asked}: torch sees {here} CUDA devices here")
-    return asked or here
 
 
 def probe(gpus: int) -> dict[str, float]:
