@@ -25,7 +25,6 @@ from bridge_fgo.tools.job import target
 from bridge_fgo.tools.standins.cuda import without_gpu
 from bridge_fgo.tools.standins.hollow import import_bridge
 
-PACKAGES = tuple(f"megatron.bridge.{folder.replace('/', '.')}" for folder in target.PACKAGES)
 ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 VOCABULARY = 128
 """Tokens of the stand-in models; some recipes need the model to say how many."""
@@ -65,8 +64,8 @@ def names_of(functions: Collection[Callable[..., Any]]) -> dict[Callable[..., An
     By its GPUs and precision where it is defined, and by a short alias.
     """
     found: dict[Callable[..., Any], set[str]] = {function: set() for function in functions}
-    for module in (module for name, module in list(sys.modules.items()) if name.startswith(PACKAGES)):
-        for name, value in vars(module).items():
+    for module in target._bound():
+        for name, value in vars(sys.modules[module]).items():
             if inspect.isfunction(value) and value in found and not name.startswith("_"):
                 found[value].add(name)
     return found

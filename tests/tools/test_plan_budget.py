@@ -8,7 +8,7 @@ import torch
 from fake_optimizer import make_distributed_optimizer, with_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan_verdict import held_in_shares
+from test_plan_by_hand import held_in_shares
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine

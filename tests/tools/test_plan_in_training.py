@@ -13,7 +13,7 @@ from cpu_model import microbatches
 from cpu_training import CpuOptions, CpuTraining
 from rank_child import Job as TrainingOfRanks
 from rank_child import Rank
-from test_plan_phases import moves
+from test_plan_by_hand import moves
 
 import bridge_fgo
 from bridge_fgo.config import OffloadConfig
