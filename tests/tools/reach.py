@@ -52,8 +52,8 @@ def config_functions() -> dict[str, Callable[..., Any]]:
                 continue
             signature = inspect.signature(value)
             needed = [one for one in signature.parameters.values() if one.default is one.empty]
-            returned = getattr(signature.return_annotation, "__name__", signature.return_annotation)
-            if returned == "ConfigContainer" and all(one.kind in ANY_NUMBER for one in needed):
+            returned = getattr(signature.return_annotation, "__name__", str(signature.return_annotation))
+            if returned.strip("'") == "ConfigContainer" and all(one.kind in ANY_NUMBER for one in needed):
                 found[f"{module}.{name}"] = value
     return found
 
