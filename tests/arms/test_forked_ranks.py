@@ -15,7 +15,8 @@ import os, sys, time, torch
 torch.distributed.init_process_group("gloo")
 rank = torch.tensor(float(os.environ["RANK"]) + 1)
 torch.distributed.all_reduce(rank)
-print(rank.item(), os.environ["LOCAL_RANK"], os.environ["GIVEN"], flush=True)
+line = f"{rank.item()} {os.environ['LOCAL_RANK']} {os.environ['GIVEN']}\\n"
+print(line, end="", flush=True)  # in one piece: the other rank writes too
 if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
     raise SystemExit(3)
 if sys.argv[1] != "end":
