@@ -53,6 +53,26 @@ class Job:
     """Of collectives of all ranks; torch's by default."""
 
 
+def run_both(
+    folder: Path, target: Callable, changes: dict | None = None, loads: Sequence = (None, None), steps=2, ranks=2, **how
+) -> tuple[list[Path], list[list]]:
+    """Run resident ranks and ranks that offload to their ends: each rank's numbers and bits are equal.
+
+    loads: which checkpoint each loads; how: further fields of the jobs.
+
+    Returns the folders of both, and what each rank has returned; of the resident ones first.
+    """
+    jobs = [
+        Job(folder / str(offload), ranks, offload, loads[offload], steps, changes or {}, **how)
+        for offload in (False, True)
+    ]
+    both = children.run_all(target, jobs)
+    for resident, offloaded in zip(*both, strict=True):
+        assert offloaded["numbers"] == resident["numbers"]
+        assert offloaded["digests"] == resident["digests"]
+    return [job.folder for job in jobs], both
+
+
 class Rank(CpuTraining):
     """A CPU training as one of several ranks; each data-parallel one has data of its own."""
 
@@ -156,13 +176,13 @@ def train_with_gradients(rank: int, job: Job, gradients: bool | str, configured:
 def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[..., dict[str, Any]]:
     """Make what a rank does after each step, if `job.offload` says so, a function of `run_ranks`, which returns `seen`.
 
-    It takes also the options of the training, and the arguments of each rank's Residency.
+    It takes also the arguments of each rank's Residency.
     """
 
     @functools.wraps(act)
-    def run_rank(rank: int, job: Job, changes: dict | None = None, own: Sequence[dict] = ()) -> dict[str, Any]:
+    def run_rank(rank: int, job: Job, own: Sequence[dict] = ()) -> dict[str, Any]:
         seen: dict[str, Any] = {}
-        with Rank(CpuOptions(**changes or {}), rank, job) as run:
+        with Rank(CpuOptions(**job.changes), rank, job) as run:
             how = own[rank] if own else {}
             res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
             for _ in range(job.steps):
@@ -251,20 +271,6 @@ def _error(act: Callable[[], object], or_none: bool = False) -> str:
     return ""
 
 
-def train_in_context(rank: int, job: Job, changes: dict) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step` and sleeps."""
-    seen: dict[str, Any] = {}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**changes), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
-        for _ in range(job.steps):
-            with contextlib.nullcontext() if res is None else res.training_step(run.options.microbatches):
-                step(run, seen)
-            if res is not None:
-                with res.asleep():
-                    assert run.live_state_bytes() == 0
-        return gathered(run, seen)
-
-
 def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:
     """Run as a rank of a training that is saved asleep by verl's engine; return the sums of weights, and what is away.
 
@@ -310,15 +316,13 @@ def train_and_swap(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     assert not res.away
 
 
-def suspend_nccl(rank: int, job: Job, changes: dict) -> dict[str, Any]:
+def suspend_nccl(rank: int, job: Job) -> dict[str, Any]:
     """Run as a rank of a training that, where `job.offload` says so, suspends NCCL (a fake) in each sleep.
-
-    changes: options of the training.
 
     Returns also what was suspended and resumed, in this order, and the errors of a use of what is suspended.
     """
     seen: dict[str, Any] = {"refused": []}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**changes), rank, job) as run:
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**job.changes), rank, job) as run:
         fakes = fake_nccl.Fakes(setattr)
         made = bridge_fgo.Residency(run.model, run.optimizer, nccl="suspend") if job.offload else None
         for _ in range(job.steps):

@@ -20,7 +20,7 @@ from fault_child import (
     fail_with_the_flag,
     train_as_rank,
 )
-from rank_child import Job
+from rank_child import Job, run_both
 from saving import assert_same_shards, newest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -173,15 +173,10 @@ def contexts(turns):
     return [(context, parallel) for number, context, parallel in pairs if number % len(PARALLEL) in turns]
 
 
-def run_in_a_block(folder, context, alone, parallel, offloads):
-    """Run both ranks through blocks of a context that raise; return what each has left, by offload."""
-    jobs = [Job(folder / str(offload), 2, offload, None, 2, PARALLEL[parallel], timeout=SOON) for offload in offloads]
-    return children.run_all(functools.partial(fail_in_a_block, context=context, alone=alone), jobs)
-
-
 @pytest.mark.parametrize(("context", "parallel"), contexts(turns=(0, 1)))
 def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(tmp_path, context, parallel):
-    ((others, failing),) = run_in_a_block(tmp_path, context, True, parallel, offloads=[True])
+    job = Job(tmp_path / "ranks", 2, True, None, 2, PARALLEL[parallel], timeout=SOON)
+    others, failing = children.run_ranks(functools.partial(fail_in_a_block, context=context, alone=True), job)
     assert failing["error"] == "Injected('in the block')"
     assert "peer" in others["error"]
     assert max(failing["took"], others["took"]) < SOON.total_seconds()
@@ -192,21 +187,15 @@ def test_no_rank_waits_for_one_whose_block_has_raised_and_its_own_error_is_seen(
 
 @pytest.mark.parametrize(("context", "parallel"), contexts(turns=(2,)))
 def test_ranks_whose_blocks_have_raised_wake_and_train_on_bitwise(tmp_path, context, parallel):
-    resident, raised = run_in_a_block(tmp_path, context, False, parallel, offloads=[False, True])
-    for mine, theirs in zip(raised, resident, strict=True):
-        assert mine["error"] == "Injected('in the block')"
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
+    act = functools.partial(fail_in_a_block, context=context, alone=False)
+    _, (_, raised) = run_both(tmp_path, act, PARALLEL[parallel], timeout=SOON)
+    assert {mine["error"] for mine in raised} == {"Injected('in the block')"}
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_what_fails_on_one_rank_with_the_flag_fails_on_all_and_a_step_skipped_alone_waits_for_none(tmp_path, parallel):
-    jobs = [
-        Job(tmp_path / str(offload), 2, offload, None, 3, PARALLEL[parallel], timeout=SOON) for offload in (False, True)
-    ]
-    resident, offloaded = children.run_all(fail_with_the_flag, jobs)
+    _, (_, offloaded) = run_both(tmp_path, fail_with_the_flag, PARALLEL[parallel], steps=3, timeout=SOON)
     own = [f"Injected: in {name}" for _, name in ATTACHING + ENDING]
     told = [f"RuntimeError: rank 1 failed, and so every rank does: {error}" for error in own]
     assert [seen["errors"] for seen in offloaded] == [told, own]
-    for mine, theirs in zip(offloaded, resident, strict=True):
-        assert mine["numbers"] == theirs["numbers"] and mine["digests"] == theirs["digests"]
-        assert all(mine["stays"]) and mine["stays"]
+    assert all(mine["stays"] and all(mine["stays"]) for mine in offloaded)

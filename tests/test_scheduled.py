@@ -142,8 +142,13 @@ def test_a_step_above_the_budget_is_said_once(meter, monkeypatch, capsys):
     assert sum(line.startswith("bridge_fgo: measured ") for line in lines) == 1, "and what was planned"
 
 
-def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, capsys):
-    planned = []
+@pytest.mark.parametrize("pins", [False, True], ids=["", "mcore pins for activations"])
+def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, capsys, monkeypatch, pins):
+    planned, beside = [], "; for activations 5.00 GiB are pinned on the host" * pins
+    monkeypatch.setattr(session.Session, "_offloads_activations", pins)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    counts = {"allocated_bytes": {"current": 5 * 2**30}}
+    monkeypatch.setattr(torch.cuda, "host_memory_stats_as_nested_dict", lambda: counts)
     with training(True, WHOLE) as run:
         for _ in range(6):
             run.step()
@@ -151,18 +156,7 @@ def test_what_the_plan_predicted_is_said_once_beside_what_was_measured(meter, ca
         peak = session_of(run).figures.peak_allocated_bytes
     assert planned[:2] == [None, None] and peak is not None and peak <= planned[-1]
     said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
-    assert said == [f"bridge_fgo: peak of step 4: {readable(peak)} measured, {readable(planned[3])} planned"]
-
-
-def test_host_memory_that_mcore_pins_for_activations_is_said_beside_the_peak(meter, capsys, monkeypatch):
-    monkeypatch.setattr(session.Session, "_offloads_activations", True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    counts = {"allocated_bytes": {"current": 5 * 2**30}}
-    monkeypatch.setattr(torch.cuda, "host_memory_stats_as_nested_dict", lambda: counts)
-    with training(True, WHOLE) as run:
-        run.train(4)
-    said = [line for line in capsys.readouterr().out.splitlines() if " measured, " in line]
-    assert len(said) == 1 and said[0].endswith(" planned; for activations 5.00 GiB are pinned on the host")
+    assert said == [f"bridge_fgo: peak of step 4: {readable(peak)} measured, {readable(planned[3])} planned{beside}"]
 
 
 @pytest.mark.parametrize(("budget", "offloads", "counter"), [

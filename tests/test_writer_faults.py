@@ -123,6 +123,28 @@ def wait_for_the_writer(run, writer):
                 time.sleep(0.01)
 
 
+def trained_into(
+    resident, folder, patch, copies, writer, fate, save, each_step=lambda *of: None, prepare=lambda w: None
+):
+    """Train, resident and offloaded, until the broken writer is an error; yield each run, and that error.
+
+    each_step: called with the run and the number of a step; prepare: with the workers. Up to the error all was right.
+    """
+    checkpoint, digests = resident
+    for offload in (False, True):
+        of_run = folder / str(offload)
+        with breaking(patch, offload, of_run, writer, fate, save) as (run, workers):
+            prepare(workers)
+            yield run, *end_of_training(run, lambda number, run=run: each_step(run, number))
+            assert run.digests() == digests[run.state.train_state.step]
+            assert not offload or none_is_left(copies)
+        if save == 2:
+            assert not (of_run / "latest_checkpointed_iteration.txt").exists()
+        else:
+            assert newest(of_run).name == checkpoint.name
+            assert_same_shards(newest(of_run), checkpoint)
+
+
 @pytest.mark.parametrize(
     ("writer", "fate", "save"),
     [
@@ -134,21 +156,13 @@ def wait_for_the_writer(run, writer):
     ],
 )
 def test_a_writer_that_breaks_is_an_error_of_the_training(resident, tmp_path, monkeypatch, copies, writer, fate, save):
-    checkpoint, digests = resident
-    for offload in (False, True):
-        folder = tmp_path / str(offload)
-        with breaking(monkeypatch, offload, folder, writer, fate, save) as (run, _):
-            error, _ = end_of_training(run, lambda number, run=run: number == 3 and wait_for_the_writer(run, writer))
-            assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
-            assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
-            assert run.digests() == digests[run.state.train_state.step]
-            assert not offload or none_is_left(copies)
-        if save == 2:
-            assert not (folder / "latest_checkpointed_iteration.txt").exists()
-        else:
-            assert newest(folder).name == checkpoint.name
-    if save == 4:
-        assert_same_shards(newest(folder), checkpoint)
+    def wait(run, number):
+        if number == 3:
+            wait_for_the_writer(run, writer)
+
+    for run, error, _ in trained_into(resident, tmp_path, monkeypatch, copies, writer, fate, save, wait):
+        assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
+        assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
 
 
 def polls(workers, most):
@@ -171,17 +185,12 @@ def test_a_persistent_worker_that_died_is_waited_for_resident_too(resident, tmp_
     # whether the process lives. On several ranks the others wait in a collective, which times out.
     from megatron.core.dist_checkpointing.strategies import async_utils
 
-    checkpoint, digests = resident
-    for offload in (False, True):
-        folder = tmp_path / str(offload)
-        with breaking(monkeypatch, offload, folder, "mcore", fate, 4) as (run, workers):
-            monkeypatch.setattr(async_utils, "sleep", polls(workers, 20))
-            _, functions = end_of_training(run)
-            assert functions[-2] == "is_current_async_call_done"
-            assert run.digests() == digests[4]
-            assert not offload or none_is_left(copies)
-        assert newest(folder).name == checkpoint.name
-    assert_same_shards(newest(folder), checkpoint)
+    def poll_soon(workers):
+        monkeypatch.setattr(async_utils, "sleep", polls(workers, 20))
+
+    for run, _, functions in trained_into(resident, tmp_path, monkeypatch, copies, "mcore", fate, 4, prepare=poll_soon):
+        assert functions[-2] == "is_current_async_call_done"
+        assert run.state.train_state.step == 4
 
 
 def test_training_goes_on_without_its_worker_until_the_next_save_resident_too(resident, tmp_path, monkeypatch, copies):
@@ -193,19 +202,14 @@ def test_training_goes_on_without_its_worker_until_the_next_save_resident_too(re
 
     def schedule_soon(self, request):
         if request.call_idx == 1:
-            workers[0].join()
+            started[-1][0].join()
             self._persistent_queue.cancel_join_thread()
             self._persistent_preload_q.cancel_join_thread()
             signal.setitimer(signal.ITIMER_REAL, 2)
         schedule(self, request)
 
     monkeypatch.setattr(PersistentAsyncCaller, "schedule_async_call", schedule_soon)
-    for offload in (False, True):
-        folder = tmp_path / str(offload)
-        with breaking(monkeypatch, offload, folder, "mcore", "killed", 2) as (run, workers):
-            _, functions = end_of_training(run)
-            assert "schedule_async_call" in functions
-            assert run.state.train_state.step == 4
-            assert run.digests() == resident[1][4]
-            assert not offload or none_is_left(copies)
-        assert not (folder / "latest_checkpointed_iteration.txt").exists()
+    started, row = [], ("mcore", "killed", 2)
+    for run, _, functions in trained_into(resident, tmp_path, monkeypatch, copies, *row, prepare=started.append):
+        assert "schedule_async_call" in functions
+        assert run.state.train_state.step == 4

@@ -182,6 +182,29 @@ def test_what_a_reader_brings_back_or_is_written_in_the_pass_leaves_again_and_a_
     assert training.schedule.ledger.nbytes == 0
 
 
+def test_a_slab_whose_copy_out_was_given_up_frees_nothing_and_others_are_released_for_it():
+    training = trained(layer=WHOLE)
+    training.engine.begin_pass()
+    first, *others = training.slabs()
+    first.require_writable()
+    training.schedule.queue.release_down_to(first.nbytes)
+    assert training.schedule.ledger.nbytes == first.nbytes and first.state is SlabState.RESIDENT
+    assert {slab.state for slab in others} == {SlabState.RELEASED}
+
+
+def test_slabs_that_are_sent_back_are_to_be_prefetched_again():
+    training = trained(layer=WHOLE // 4)
+    training.begin()
+    queue = training.schedule.queue
+    queue.bring_ahead(2 * WHOLE)
+    assert queue.is_through
+    queue.send_back(queue.slabs[0].gpu_bytes, [])
+    assert [slab.state for slab in queue.slabs[:2]] == [SlabState.RELOADING, SlabState.OFFLOADING]
+    assert list(queue.to_come) == queue.slabs[1:] and not queue.is_through
+    training.engine.reload()
+    training.finish()
+
+
 def test_masters_that_could_not_leave_are_checked_before_they_are_packed(monkeypatch):
     # Somebody may write them before they leave.
     training = trained(1)

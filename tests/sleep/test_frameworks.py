@@ -461,24 +461,16 @@ def test_parameters_are_loaded_without_gradients_for_inference(asleep):
     me.end()
 
 
-def test_frozen_parameters_stay_away_where_the_adapters_alone_are_synced(asleep):
-    me, utils, res = asleep(frozen=True)
-    utils.offload_megatron_model_to_cpu(me.training.model)
-    utils.load_megatron_model_to_gpu(me.training.model, load_grad=False, load_frozen_params=False)
-    assert me.names_away() == me.names(frozen) and "params" in res.away
-    utils.load_megatron_model_to_gpu(me.training.model)
-    me.check()
-    me.end()
-
-
-@pytest.mark.parametrize("name", ["", "layers.0"], ids=["all of it", "a part of it"])
-def test_parameters_that_were_frozen_after_ddp_was_built_are_loaded_with_its_buffer_as_verls_own_does(asleep, name):
+@pytest.mark.parametrize("name", ["", "layers.0", None], ids=["all of it", "a part of it", "nothing more"])
+def test_a_frozen_base_stays_away_and_what_was_frozen_after_ddp_was_built_is_loaded_with_its_buffer_as_verls_own_does(
+    asleep, name
+):
     me, utils, res = asleep(frozen=True)
     base = me.names(frozen)
     for each, param in me.ddp.named_parameters():
-        if name in each:
+        if name is not None and name in each:
             param.requires_grad_(False)
-    assert base < me.names(frozen)
+    assert (base < me.names(frozen)) is (name is not None)
     utils.offload_megatron_model_to_cpu(me.training.model)
     utils.load_megatron_model_to_gpu(me.training.model, load_frozen_params=False)
     assert me.names_away() == base and res.away == {"params"}

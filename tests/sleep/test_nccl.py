@@ -14,7 +14,7 @@ import pytest
 import rank_child
 import torch
 from sleeping import GIB
-from test_sleeping_ranks import run_both
+from test_sleeping_ranks import sleeping
 
 import bridge_fgo
 from bridge_fgo.sleep import moved, nccl
@@ -263,8 +263,7 @@ def test_a_group_with_processes_outside_of_the_job_is_left_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tp": 2}, {"pp": 2}], ids=["dp", "tp", "pp"])
 def test_ranks_suspend_in_one_order_and_resume_before_their_first_collective_bitwise(tmp_path, changes):
-    sleeping, _ = run_both(tmp_path, rank_child.suspend_nccl, changes=changes)
-    for mine in sleeping:
+    for mine in sleeping(tmp_path, rank_child.suspend_nccl, changes):
         assert all("has suspended: call reload() on every rank first" in error for error in mine["refused"])
         assert len(mine["refused"]) == 3 and len(mine["log"]) > 100
 

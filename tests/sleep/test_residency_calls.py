@@ -16,7 +16,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
 from bridge_fgo.sleep.gradients import Backwards
-from bridge_fgo.sleep.weights import WeightSlab
+from bridge_fgo.sleep.weights import PLAIN, WeightSlab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -60,6 +60,7 @@ VERBS = {
     "asleep": lambda res: enter(res.asleep()),
     "checkpointing": lambda res: enter(res.checkpointing()),
     "training_step": lambda res: enter(res.training_step()),
+    "host_params": lambda res: res.host_params(),
 }
 
 
@@ -330,6 +331,16 @@ def hooks(training):
         {name for name in vars(each) if callable(getattr(type(each), name, None))} for each in (ddp, training.optimizer)
     ]
     return of_modules, wrapped
+
+
+def test_weights_that_cannot_be_read_on_the_host_are_refused_by_name(training, monkeypatch):
+    res = residency(training)
+    with pytest.raises(RuntimeError, match=r"on the GPU: read them there, or offload\('params'\)"):
+        res.host_params()
+    res.offload()
+    monkeypatch.setattr("bridge_fgo.sleep.weights.PLAIN", PLAIN[:1])
+    with pytest.raises(ValueError, match=r"'module.module.*': only weights in 16 or 32 bits"):
+        res.host_params()
 
 
 def test_a_rank_whose_constructor_has_failed_on_another_has_no_hooks_and_no_host_memory(training, monkeypatch):

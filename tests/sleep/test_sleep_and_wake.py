@@ -109,6 +109,10 @@ def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_res
             assert me.gone() == set() == me.res.away
             assert not any(slab._bytes.any() for slab in me.res._gradients.slabs)
         me.train()
+        if by_flag:  # which leaves states on the host
+            me.offload("params")
+            me.read_asleep()
+            me.reload("params")
     me.keep("newest")
     for away in ((), ("params",), ("params", "optimizer"), KINDS, ("optimizer",)):
         me.offload(away)
@@ -290,6 +294,16 @@ def errors_in_swaps(me):
         me.reload()
 
 
+def written_and_read(me):
+    """Weights that were rounded on the host are not taken for those that it had before."""
+    first = float(me.weight.view(-1)[3])
+    for value in (2.0, first, 2.0):  # masters round to the weights as they are, once
+        me.write(value)
+        me.offload()
+        me.read_asleep()
+        me.reload()
+
+
 def unequal_masters(me, *, slept):
     """Masters that are away know nothing of weights that are written meanwhile."""
     me.offload("optimizer")
@@ -336,6 +350,7 @@ ORDERS = {
     "errors in blocks": errors_in_blocks,
     "errors in swaps": errors_in_swaps,
     "weights written": lambda me: (me.write(), me.offload()),
+    "weights written and read": written_and_read,
 }
 OF_WHOLE_MASTERS = {
     "written while masters are away": lambda me: unequal_masters(me, slept=False),

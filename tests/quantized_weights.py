@@ -5,7 +5,9 @@ from torch.utils._pytree import tree_map
 
 
 class QuantizedTensor(torch.Tensor):
-    """bf16 to whoever asks; `_rowwise_data` has its bytes."""
+    """bf16 to whoever asks; `_rowwise_data` has its bytes, and `_columnwise_data`, where it is used, the transposed."""
+
+    _columnwise_data = None
 
     @staticmethod
     def __new__(cls, data):
@@ -18,6 +20,16 @@ class QuantizedTensor(torch.Tensor):
     @classmethod
     def of(cls, tensor):
         return cls(cls.encode(tensor.float()))
+
+    def get_usages(self):
+        return {"rowwise": True, "columnwise": self._columnwise_data is not None}
+
+    def update_usage(self, rowwise_usage, columnwise_usage):
+        assert rowwise_usage
+        if not columnwise_usage:
+            self._columnwise_data = None
+        elif self._columnwise_data is None:
+            self._columnwise_data = self._rowwise_data.T.contiguous()
 
     def dequantize(self):
         return self.decode(self._rowwise_data).bfloat16()
@@ -63,7 +75,7 @@ class Float8Tensor(QuantizedTensor):
 
 
 class Float8BlockwiseQTensor(Float8Tensor):
-    pass
+    _is_2D_scaled = True
 
 
 class NVFP4Tensor(QuantizedTensor):
@@ -79,20 +91,13 @@ class NVFP4Tensor(QuantizedTensor):
         return (torch.stack([data & 15, data >> 4], -1).flatten(-2).float() - 8) / 64
 
 
-def have_mcore_quantize(kind, patch):
-    """Have mcore's DDP keep the matrices of layers in a class, and its DistributedOptimizer quantize their masters."""
+def have_mcore_know_them(patch):
+    """Have mcore take them for Transformer Engine's, and lay them out in DDP's buffers."""
     from megatron.core import fp4_utils, fp8_utils
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import distrib_optimizer
 
     def replace(weight, data):
         data.copy_(weight._rowwise_data)
         weight._rowwise_data = data
-
-    def quantize(weights, masters, starts, group, shards=None):
-        for weight, master in zip(weights, masters, strict=True):
-            assert type(weight) is kind
-            weight._rowwise_data.copy_(kind.encode(master.view(weight.shape)))  # one rank has all of it
 
     for module, name, value in (
         (fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True),
@@ -100,10 +105,24 @@ def have_mcore_quantize(kind, patch):
         (fp4_utils, "HAVE_TE_FP4_TENSOR_CLASS", True),
         (fp4_utils, "FP4_TENSOR_CLASS", NVFP4Tensor),
         (fp8_utils, "_modify_underlying_storage_impl", replace),
-        (fp8_utils, "_quantize_param_shard_impl", quantize),
-        (distrib_optimizer, "quantize_nvfp4_param_shard", quantize),
     ):
         patch.setattr(module, name, value, raising=False)
+
+
+def have_mcore_quantize(kind, patch):
+    """Have mcore's DDP keep the matrices of layers in a class, and its DistributedOptimizer quantize their masters."""
+    from megatron.core import fp8_utils
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import distrib_optimizer
+
+    def quantize(weights, masters, starts, group, shards=None):
+        for weight, master in zip(weights, masters, strict=True):
+            assert type(weight) is kind
+            weight._rowwise_data.copy_(kind.encode(master.view(weight.shape)))  # one rank has all of it
+
+    have_mcore_know_them(patch)
+    patch.setattr(fp8_utils, "_quantize_param_shard_impl", quantize, raising=False)
+    patch.setattr(distrib_optimizer, "quantize_nvfp4_param_shard", quantize, raising=False)
     init = DistributedDataParallel.__init__
 
     def init_quantized(self, config, ddp_config, module, **more):
