@@ -78,6 +78,8 @@ class Rank(CpuTraining):
 
     first: list[torch.Tensor]
     """Copies of the first weights."""
+    fakes: fake_nccl.Fakes | None
+    """What stands in for NCCL."""
 
     def __init__(self, options: CpuOptions, rank: int, job: Job, store: str = "store") -> None:
         self.rank, self.job, self._store = rank, job, store
@@ -184,11 +186,17 @@ def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[
         seen: dict[str, Any] = {}
         with Rank(CpuOptions(**job.changes), rank, job) as run:
             how = own[rank] if own else {}
+            run.fakes = fake_nccl.Fakes(setattr) if "nccl" in how else None
             res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
             for _ in range(job.steps):
                 step(run, seen)
                 if res is not None:
                     act(run, res, seen)
+            if run.fakes is not None:
+                if res is not None:
+                    res.offload()
+                    res.close()
+                assert not run.fakes.are_suspended and not run.fakes.used
             return gathered(run, seen)
 
     return run_rank
@@ -316,46 +324,33 @@ def train_and_swap(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     assert not res.away
 
 
-def suspend_nccl(rank: int, job: Job) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, suspends NCCL (a fake) in each sleep.
-
-    Returns also what was suspended and resumed, in this order, and the errors of a use of what is suspended.
-    """
-    seen: dict[str, Any] = {"refused": []}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**job.changes), rank, job) as run:
-        fakes = fake_nccl.Fakes(setattr)
-        made = bridge_fgo.Residency(run.model, run.optimizer, nccl="suspend") if job.offload else None
-        for _ in range(job.steps):
-            step(run, seen)
-            if (res := made) is None:
-                continue
-            run.model[0].start_param_sync(force_sync=True)
-            res.keep("now")
-            for kinds in ("params", "grads", "optimizer"):
-                assert not fakes.are_suspended
-                res.offload(kinds)
+@asleep
+def suspend_nccl(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
+    """Suspend NCCL (a fake) in each sleep; note what was suspended and resumed, in this order, and what is refused."""
+    fakes = run.fakes
+    assert fakes is not None
+    run.model[0].start_param_sync(force_sync=True)
+    res.keep("now")
+    for kinds in ("params", "grads", "optimizer"):
+        assert not fakes.are_suspended
+        res.offload(kinds)
+    assert fakes.are_suspended
+    seen["log"] = fakes.log
+    seen.setdefault("refused", []).append(_error(lambda: torch.distributed.barrier(run.groups.dp)))
+    torch.distributed.barrier()
+    fakes.used.clear()
+    for context in (res.only("params"), res.only("grads"), res.weights("now"), res.checkpointing()):
+        with context:
+            assert not fakes.are_suspended
+            torch.distributed.barrier(run.groups.dp)
+        assert fakes.are_suspended
+    for kinds in ("params", "grads", "optimizer"):
+        with res.asleep():
             assert fakes.are_suspended
-            seen["refused"].append(_error(lambda: torch.distributed.barrier(run.groups.dp)))
-            torch.distributed.barrier()
-            fakes.used.clear()
-            for context in (res.only("params"), res.only("grads"), res.weights("now"), res.checkpointing()):
-                with context:
-                    assert not fakes.are_suspended
-                    torch.distributed.barrier(run.groups.dp)
-                assert fakes.are_suspended
-            for kinds in ("params", "grads", "optimizer"):
-                with res.asleep():
-                    assert fakes.are_suspended
-                res.reload(kinds)
-            with res.asleep():
-                assert fakes.are_suspended
-            assert not fakes.are_suspended
-        if made is not None:
-            made.offload()
-            made.close()
-            assert not fakes.are_suspended
-        assert not fakes.used
-        return gathered(run, seen | {"log": fakes.log})
+        res.reload(kinds)
+    with res.asleep():
+        assert fakes.are_suspended
+    assert not fakes.are_suspended
 
 
 def suspend_nccl_with_errors(rank: int, job: Job) -> dict[str, Any]:

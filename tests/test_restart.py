@@ -34,6 +34,14 @@ def faulty_machine(run, mode, fault):
     return get_rerun_state_machine()
 
 
+def exits(run, folder, code):
+    """Train, with checkpoints in `folder`, until Bridge ends the process with this code."""
+    configured(run, checkpoint__save=str(folder / str(run.options.offload)))
+    with pytest.raises(SystemExit) as exit:
+        train(run, 6)
+    assert exit.value.code == code
+
+
 def test_every_step_twice_to_compare_it_is_bitwise_equal():
     def twice(run):
         faulty_machine(run, "report_determinism_stats", "transient_error")
@@ -57,11 +65,8 @@ def test_every_step_twice_to_compare_it_is_bitwise_equal():
 )
 def test_a_fault_that_mcore_injects_ends_the_run_as_a_resident_one(tmp_path, fault, code):
     def ended(run):
-        configured(run, checkpoint__save=str(tmp_path / str(run.options.offload)))
         faulty_machine(run, "validate_results", fault)
-        with pytest.raises(SystemExit) as exit:
-            train(run, 4)
-        assert exit.value.code == code
+        exits(run, tmp_path, code)
         assert run.steps == 2, "the first step is not validated"
 
     both(ended)
@@ -76,19 +81,14 @@ def test_a_fault_that_persists_is_rerun_from_a_checkpoint_and_changes_nothing(tm
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     def failed(run):
-        configured(run, checkpoint__save=str(tmp_path / str(run.options.offload)))
-        with pytest.raises(SystemExit) as exit:
-            train(run, 6)
-        assert exit.value.code == RESUME_TO_DISAMBIGUATE
+        exits(run, tmp_path, RESUME_TO_DISAMBIGUATE)
         return bits(run)
 
     def run_again(run):
         load(run, tmp_path / str(run.options.offload))
         if other_gpu:
             get_rerun_state_machine().suspicious_device = "another"
-        with pytest.raises(SystemExit) as exit:
-            train(run, 6)
-        assert exit.value.code == (FAILED_ON_RESULT_VALIDATION if other_gpu else RESUME_TO_DISAMBIGUATE)
+        exits(run, tmp_path, FAILED_ON_RESULT_VALIDATION if other_gpu else RESUME_TO_DISAMBIGUATE)
         assert max(run.live_bytes) == 0 or not run.options.offload
         return bits(run)
 

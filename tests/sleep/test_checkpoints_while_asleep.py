@@ -45,6 +45,19 @@ def end(me):
     return me.train(2), me.training.digests()
 
 
+@contextlib.contextmanager
+def checkpointing_asleep(me):
+    """Context of a checkpoint of a training that sleeps before it and after it, with as much; and then wakes."""
+    first = me.res.offload()
+    with me.res.checkpointing():
+        yield
+    assert me.res.away == set(KINDS) and me.training.live_state_bytes() == 0
+    me.res.reload()
+    assert me.res.offload().freed == first.freed
+    assert me.res.offload().freed == 0
+    me.res.reload()
+
+
 @MODELS
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_save_while_asleep_writes_the_bytes_of_one_awake_and_training_goes_on(
@@ -52,17 +65,12 @@ def test_a_save_while_asleep_writes_the_bytes_of_one_awake_and_training_goes_on(
 ):
     folders, *expected = saved[bool(changes)]
     me = sleeper(3, early=True, **changes)
-    first = me.res.offload()
-    with me.res.checkpointing():
+    with checkpointing_asleep(me):
         assert me.res.away == ({"grads", "optimizer"} if is_installed else {"grads"})
         held = me.training.live_state_bytes()
         assert (held == 0) == is_installed
         save(me.training, tmp_path, kind)
         assert me.training.live_state_bytes() == held
-    assert me.res.away == set(KINDS) and me.training.live_state_bytes() == 0
-    me.res.reload()
-    assert me.res.offload().freed == first.freed
-    me.res.reload()
     assert [*end(me)] == expected
     assert_same_shards(tmp_path, folders[kind])
 
@@ -76,24 +84,16 @@ def test_a_load_while_asleep_gives_the_training_of_one_awake(sleeper, saved, is_
     load(me.training, folders[kind])
     awake = end(me)
     me = sleeper(config=config, early=True, **changes)
-    first = me.res.offload()
-    with me.res.checkpointing():
+    with checkpointing_asleep(me):
         load(me.training, folders[kind])
-    assert me.res.away == set(KINDS) and me.training.live_state_bytes() == 0
-    me.res.reload()
-    assert me.res.offload().freed == first.freed
-    assert me.res.offload().freed == 0
-    me.res.reload()
     assert end(me) == awake
 
 
 def test_a_load_into_an_optimizer_that_has_never_stepped_gives_what_was_saved(sleeper, saved, is_installed):
     folders, seen, digests = saved[False]
     me = sleeper(0)
-    me.res.offload()
-    with me.res.checkpointing():
+    with checkpointing_asleep(me):
         load(me.training, folders["dp_reshardable"])
-    me.res.reload()
     skip_data_of(me.training, 3)
     assert end(me) == (seen[3:], digests)
 

@@ -263,7 +263,7 @@ def test_a_group_with_processes_outside_of_the_job_is_left_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tp": 2}, {"pp": 2}], ids=["dp", "tp", "pp"])
 def test_ranks_suspend_in_one_order_and_resume_before_their_first_collective_bitwise(tmp_path, changes):
-    for mine in sleeping(tmp_path, rank_child.suspend_nccl, changes):
+    for mine in sleeping(tmp_path, rank_child.suspend_nccl, changes, own=[{"nccl": "suspend"}] * 2):
         assert all("has suspended: call reload() on every rank first" in error for error in mine["refused"])
         assert len(mine["refused"]) == 3 and len(mine["log"]) > 100
 
