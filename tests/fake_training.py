@@ -250,7 +250,7 @@ class Training:
     def saved(self, source, copies=True):
         """Save a source's states; return the tensors that a writer gets, after a check that they are the twin's."""
         with self.engine.saving(source, copies):
-            assert self.engine.is_checkpointing(source)
+            assert [each for each in self.sources if self.engine.is_checkpointing(each)] == [source]
             if not copies:  # what is not copied is of use in the block alone
                 return self.handed(source)
             pairs = [self.hand_out(source, *pair) for pair in self.pairs(source)]

@@ -38,6 +38,7 @@ ROWS = {
     "fp16 with loss scaling": row(precision="fp16"),
     "most parameters frozen": row(slow=True, frozen=True),
     "found_inf, reruns and grad norm skips": row(**TROUBLE, found_inf_steps=frozenset({3, 6})),
+    "lengths that change": row(sequence=32, lengths=(4, 32)),
     "an early exit to a checkpoint": row(checkpoint_exit_step=4),
     "fp16 masters, bf16 moments": row(adam=FP16_MASTERS | BF16_MOMENTS, **TROUBLE),
     "fp16 masters, fp32 moments": row(slow=True, adam=FP16_MASTERS, **TROUBLE),

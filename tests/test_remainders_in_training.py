@@ -1,10 +1,8 @@
 """Masters that are copied in part, in Bridge's own step: who may change the weights meanwhile, and who may not."""
 
-import dataclasses
-
 import pytest
 import torch
-from both import PACKED, WHOLE, as_resident, both, session_of, steps
+from both import WHOLE, as_resident, both, session_of, steps
 
 from bridge_fgo.engines.packed_masters import WATCHED_STEPS
 from bridge_fgo.memory.slab import SlabState
@@ -27,26 +25,6 @@ def test_a_changed_weight_ends_the_step_before_any_update_of_a_chain_and_trainin
         assert len(engine.sources) == 2
         assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
         weight.copy_(kept)
-
-
-def halve(parameters):
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.mul_(0.5)
-
-
-@pytest.mark.parametrize("made_anew", [True, False], ids=["masters made anew", "masters whole"])
-def test_weights_that_change_give_what_they_give_a_resident_run_where(made_anew):
-    def changed(run):
-        seen = steps(run, 3)
-        if made_anew:
-            halve(run.model[0].parameters())
-            run.optimizer.reload_model_params()
-        else:
-            halve([next(run.model[0].parameters())])
-        return seen, steps(run)
-
-    both(changed, PACKED if made_anew else dataclasses.replace(WHOLE, master_remainders=False))
 
 
 def test_masters_are_packed_by_default_where_nothing_else_writes_weights(capsys):

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 import bridge_fgo
-from bridge_fgo.bridge.session import SESSION, Session, active_session
+from bridge_fgo.bridge.session import SESSION, active_session
 from bridge_fgo.bridge.train_step import _is_saved_next
 from bridge_fgo.engines.native import NativeEngine
 
@@ -145,19 +145,12 @@ def test_a_step_that_a_user_or_nvrx_has_wrapped_is_understood(monkeypatch, make_
         assert loop.step(step) == WHOLE_STEP
 
 
-def native_engine(is_planned=False, **settings):
-    """Return the engine of a rank without states, with a schedule that only notes its calls."""
-    config = bridge_fgo.OffloadConfig(engine="native", **settings)
-    engine = NativeEngine([], config, SimpleNamespace(works=True))
-    engine.schedule = mock.Mock(parts=[], is_planned=is_planned)
-    return engine
-
-
 @pytest.fixture
 def stub_session(loop):
-    """The session of a `loop` whose rank has stub optimizers only."""
+    """The session of a `loop` whose rank has stub optimizers only, with a schedule that only notes its calls."""
     loop.step()
-    loop.session.engine = native_engine()
+    loop.session.engine = NativeEngine([], bridge_fgo.OffloadConfig(engine="native"), SimpleNamespace(works=True))
+    loop.session.engine.schedule = mock.Mock(parts=[], is_planned=False)
     loop.session._is_proven = True  # that the mocked optimizer of the first step released something is no matter
     return loop.session
 
@@ -178,17 +171,6 @@ def test_a_skipped_step_is_no_update_to_the_schedule(loop, stub_session, skipped
     loop.leaf.step = lambda: (not skipped, 1.0, None)
     loop.step()
     stub_session.engine.schedule.end_step.assert_called_once_with(not skipped)
-
-
-@pytest.mark.parametrize(("peak", "planned", "told"), [(3, True, 1), (2, True, 0), (3, False, 0)])
-def test_a_step_that_needed_more_than_the_budget_is_told_of_once(capsys, peak, planned, told):
-    session = object.__new__(Session)
-    session._over_budget, session.figures = False, SimpleNamespace(peak_allocated_bytes=peak * 2**30)
-    engine = native_engine(planned, gpu_memory_budget_gib=2)
-    for _ in range(2):
-        session._watch_budget(engine.held_budget_bytes)
-    said = capsys.readouterr().out
-    assert said.count("allocated 3.00 GiB, more than OffloadConfig.gpu_memory_budget_gib=2:") == told
 
 
 def test_another_sessions_optimizer_steps_by_its_own_engine_within_a_training_step(make_loop, installed):

@@ -231,29 +231,6 @@ AnyOrder.TestCase.settings = settings(max_examples=40, stateful_step_count=30, d
 TestAnyOrder = AnyOrder.TestCase
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_in_each_microbatch_but_the_last_every_bucket_leaves_once(microbatches):
-    ddp = FakeDdp((6,), extra={1})
-    gradients = taken(ddp, Transfers())
-    for number in range(3):
-        step(ddp, gradients, microbatches)
-        assert ddp.different() == []
-        assert gradients.traffic.out == gradients.traffic.back == (number + 1) * gradients.nbytes * (microbatches - 1)
-
-
-def test_at_the_end_of_a_forward_only_what_comes_early_has_memory():
-    ddp = FakeDdp((8,))
-    gradients = taken(ddp, Transfers())
-    step(ddp, gradients)
-    ddp.zero()
-    begin_microbatch(ddp)
-    for microbatch in range(4):
-        assert len(with_memory(gradients)) <= gradients_module.MOST_LEAVING + 1
-        forward(ddp, gradients)
-        assert len(with_memory(gradients)) == (gradients_module.AHEAD if microbatch else 0)
-        backward(ddp, gradients, 1.0)
-
-
 def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_one_larger_than_its_share_stays():
     ddp = FakeDdp((5,))
     gradients = taken(ddp, Transfers())

@@ -34,21 +34,6 @@ def test_what_is_held_stays_under_the_limit_and_what_comes_back_need_not_leave_a
         assert come == min([*plan.leave[i:], plan.step])
 
 
-def test_memory_that_grows_and_shrinks_lets_slabs_leave_late_and_come_early():
-    profile = MemoryProfile([10, 40, 70, 100, 70, 40], step=10)
-    plan = plan_holding(profile, limit=100, staying=0, part_bytes=[5, 5])
-    assert plan.leave == (90, 60, 30, 0, 30, 60)
-    assert plan.come == (0, 0, 0, 0, 30, 60)
-    assert plan.step == 90
-
-
-@pytest.mark.parametrize(("step", "masters_held"), [(100, 0), (10, 9)])
-def test_what_stays_or_is_held_is_so_in_any_case(step, masters_held):
-    plan = plan_holding(MemoryProfile([100], step), limit=50, staying=20, part_bytes=[5, 7], masters_held=masters_held)
-    assert (plan.leave, plan.come) == ((20,), (20,))
-    assert plan.step == max(20 + masters_held + 2 * 7, 50 - step)
-
-
 @given(PARTS, st.integers(0, 300))
 def test_parts_that_stay_fit_and_none_of_the_others_would_fit_beside_them(parts, room):
     staying = choose_staying(parts, room)

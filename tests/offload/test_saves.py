@@ -196,21 +196,6 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
     assert training.residencies == {SlabState.RESIDENT}
 
 
-def test_a_save_of_one_source_leaves_those_of_others_where_they_are():
-    training = made(optimizers=2)
-    saved, other = training.sources
-    (param, twin), *_ = training.pairs(other)
-    with training.engine.saving(saved, copies=True):
-        assert training.engine.is_checkpointing(saved) and not training.engine.is_checkpointing(other)
-        training.hand_out(saved, *training.pairs(saved)[0])
-        assert training.residencies == {SlabState.RELEASED}
-        handed, expected = training.hand_out(other, param, twin)
-        assert handed["param"] is param, "a reader gets the states themselves, on the GPU"
-        assert all(torch.equal(handed[name], value) for name, value in expected.items())
-        assert {slab.state for slab in training.slabs(saved)} == {SlabState.RELEASED}
-    assert not training.engine.is_checkpointing(saved)
-
-
 # Lent buffers.
 
 

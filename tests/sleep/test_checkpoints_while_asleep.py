@@ -98,18 +98,6 @@ def test_a_load_into_an_optimizer_that_has_never_stepped_gives_what_was_saved(sl
     assert end(me) == (seen[3:], digests)
 
 
-def test_awake_nothing_has_moved_after_a_save_or_a_load(sleeper, tmp_path, is_installed):
-    ends = []
-    for uses in (False, True):
-        me = sleeper(3, early=True)
-        for act in (save, load):
-            with me.res.checkpointing() if uses else contextlib.nullcontext():
-                act(me.training, tmp_path / str(uses))
-            assert me.res.away == set() and me.training.live_state_bytes() > 0
-        ends.append(end(me))
-    assert ends[0] == ends[1]
-
-
 def test_a_save_that_fails_or_is_outside_of_the_context_leaves_everything_asleep(sleeper, is_installed, tmp_path):
     me = sleeper(early=True)
     me.offload()
