@@ -17,6 +17,7 @@ from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.sleep.moved import Tally
 from bridge_fgo.states.distributed import live_bytes
 
 SEVERAL_SLABS = {"hidden": 128, "sequence": 32, "vocab": 128}
@@ -395,6 +396,33 @@ def precision_aware(remainders):
 def residency(training, **how):
     """Return the residency of a training."""
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
+
+
+def lock_fails_once(patch, res):
+    """Keep gradients in a sleep, whose host memory is locked by the second call alone; return what that locks."""
+    asked = []
+
+    def locks(hosts):
+        asked.append(list(hosts))
+        if len(asked) == 1:
+            raise RuntimeError("raise `ulimit -l`")
+
+    patch.setattr(residency_module, "page_lock", locks)
+    patch.setattr(res, "_pins", True)  # as on a GPU, of a Residency without settings of its own
+    with pytest.raises(RuntimeError, match="ulimit"):
+        res.offload(grads="keep")
+    assert "grads" not in res.away
+    res.offload(grads="keep")
+    assert asked[0] == asked[1]
+    return asked[0]
+
+
+def tally_of_a_gpu(patch, free, allocated, reserved):
+    """Return a `Tally` of a GPU of 9 GB with so much memory free, or taken by PyTorch's allocator."""
+    patch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 9 * 10**9))
+    patch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
+    patch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    return Tally(torch.device("cuda", 0))
 
 
 def note(patch, order, owner, name, word, with_slab=False):

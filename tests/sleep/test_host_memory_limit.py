@@ -5,12 +5,11 @@ from pathlib import Path
 import both
 import pytest
 import torch
-from sleeping import GIB, WHOLE, counted, frozen, residency
+from sleeping import GIB, WHOLE, counted, frozen, lock_fails_once, residency, tally_of_a_gpu
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory import host_buffer
-from bridge_fgo.sleep import moved
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -21,10 +20,7 @@ def test_what_stays_is_said_once_and_counted_in_each_sleep(sleeper, monkeypatch,
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "a limit of" in line]
     assert "of optimizer state and 0.00 GiB of parameters" in line and "stay on the GPU" in line
     assert me.res._unhosted == me.states_bytes() - sum(slab.nbytes for slab in me.res._states.engine.slabs) > 0
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 9))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-    tally = moved.Tally(torch.device("cuda", 0))
+    tally = tally_of_a_gpu(monkeypatch, free=0, allocated=[0, 0], reserved=0)
     tally.note_what_stays(me.res._unhosted)
     assert tally.moved.stays["unhosted"] == me.res._unhosted
 
@@ -54,25 +50,12 @@ def test_gradients_that_there_is_no_room_to_keep_are_refused_and_nothing_moves(s
     me.end()
 
 
-def test_kept_gradients_whose_host_memory_could_not_be_locked_count_once_and_are_locked_by_the_next_call(
-    sleeper, monkeypatch
-):
-    me, asked = sleeper(), []
+def test_kept_gradients_whose_host_memory_could_not_be_locked_count_once(sleeper, monkeypatch):
+    me = sleeper()
     me.make(host_memory_limit_gib=1.0)
     room = me.res._room
-
-    def locks(hosts):
-        asked.append(hosts)
-        if len(asked) == 1:
-            raise RuntimeError("raise `ulimit -l`")
-
-    monkeypatch.setattr(me.res, "_pins", True)
-    monkeypatch.setattr(residency_module, "page_lock", locks)
-    with pytest.raises(RuntimeError, match="ulimit"):
-        me.res.offload(grads="keep")
-    assert not me.res.away
-    me.res.offload(grads="keep")
-    assert asked[0] == asked[1] and room - me.res._room == sum(host.tensor.numel() for host in asked[0]) > 0
+    locked = lock_fails_once(monkeypatch, me.res)
+    assert room - me.res._room == sum(host.tensor.numel() for host in locked) > 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1.5, True, "8", float("nan")])

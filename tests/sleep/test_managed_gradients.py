@@ -8,10 +8,9 @@ import pytest
 import torch
 from both import PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
 from lanes import in_lanes
-from sleeping import KINDS, buffers, configured, fail, poison
+from sleeping import KINDS, buffers, configured, fail, lock_fails_once, poison
 
 import bridge_fgo
-from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.guard import is_guarded
@@ -248,25 +247,13 @@ def test_gradients_in_the_settings_of_a_residency_are_refused_by_name():
 
 @pytest.mark.parametrize("pins", [True, False])
 def test_a_residency_locks_what_a_failed_lock_left_and_nothing_that_the_settings_have_unlocked(monkeypatch, pins):
-    asked = []
-
-    def locks(hosts):
-        asked.append(list(hosts))
-        if len(asked) == 1:
-            raise RuntimeError("raise `ulimit -l`")
-
     with training(True, dataclasses.replace(OFF, pin_memory=pins), **THREE) as run:
         res = sleeper_of(run, run.optimizer)
         assert res._states.config.pin_memory is pins
         run.step()
-        monkeypatch.setattr(residency_module, "page_lock", locks)
-        monkeypatch.setattr(res, "_pins", True)  # as of a Residency without the optimizer, which has no settings
         moving = {id(bucket) for bucket in buckets(run) if bucket.moves}
-        with pytest.raises(RuntimeError, match="ulimit"):
-            res.offload(grads="keep")
-        assert "grads" not in res.away
-        res.offload(grads="keep")
+        asked = lock_fails_once(monkeypatch, res)
         hosts = {id(bucket.host): id(bucket) in moving for bucket in buckets(run)}
-        locked = {id(host) for host in asked[0]} & set(hosts)
-        assert asked[0] == asked[1] and locked == {host for host, moves in hosts.items() if not moves} != set()
+        locked = {id(host) for host in asked} & set(hosts)
+        assert locked == {host for host, moves in hosts.items() if not moves} != set()
         res.close()

@@ -13,11 +13,11 @@ import fake_nccl
 import pytest
 import rank_child
 import torch
-from sleeping import GIB
+from sleeping import GIB, tally_of_a_gpu
 from test_sleeping_ranks import sleeping
 
 import bridge_fgo
-from bridge_fgo.sleep import moved, nccl
+from bridge_fgo.sleep import nccl
 from bridge_fgo.sleep.weights import Weights
 
 pytestmark = [
@@ -183,12 +183,10 @@ def test_states_that_a_limit_keeps_on_the_gpu_do_not_keep_nccl_awake(fakes, slee
 
 def test_what_stays_has_the_bytes_of_nccl_beside_those_of_others(monkeypatch, fakes, sleeper):
     sleeper(0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5_000_000, 9_000_000))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1_000_000)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3_000_000)
-    tally, held = moved.Tally(torch.device("cuda", 0)), 3000 * len(fakes.awake())
+    tally = tally_of_a_gpu(monkeypatch, 5 * 10**9, [10**9] * 2, 3 * 10**9)
+    held = 3000 * len(fakes.awake())
     tally.note_what_stays()
-    expected = {"allocated": 1_000_000, "cached": 2_000_000, "nccl": held, "outside": 1_000_000 - held}
+    expected = {"allocated": 10**9, "cached": 2 * 10**9, "nccl": held, "outside": 10**9 - held}
     assert tally.moved.stays == expected
 
 

@@ -29,6 +29,7 @@ from sleeping import (
     poison,
     precision_aware,
     sleeping,
+    tally_of_a_gpu,
     trained,
 )  # fmt: skip
 
@@ -36,7 +37,7 @@ import bridge_fgo
 from bridge_fgo.bridge import residency
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import moved, states
+from bridge_fgo.sleep import states
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weights import Weights
 
@@ -607,11 +608,7 @@ def test_packed_masters_wake_their_weights_first_and_the_call_says_so(sleeper, f
 @pytest.mark.parametrize(("left", "warns"), [(0, False), (10**9, True)])
 def test_memory_of_which_another_process_has_handles_is_said(monkeypatch, left, warns):
     """As an inference engine has them: what is let go of stays on the GPU, and no count of our own tells."""
-    allocated = [4 * 10**9, left]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * 10**9, 9 * 10**9))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 10**9)
-    tally = moved.Tally(torch.device("cuda", 0))
+    tally = tally_of_a_gpu(monkeypatch, 5 * 10**9, [4 * 10**9, left], 3 * 10**9)
     tally.moved.freed = 4 * 10**9
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
