@@ -11,7 +11,7 @@ from pathlib import Path
 import children
 import fault_child
 import pytest
-from both import WHOLE, bits, both, steps, training
+from both import PACKED, WHOLE, bits, both, steps, training
 from bridge_loop import train
 from lanes import in_lanes
 from saving import assert_same_shards, configured, load, newest, save, send_all_away
@@ -184,39 +184,35 @@ def test_host_memory_that_cannot_be_had_is_an_error_before_training_that_leaves_
         buffer.close()  # BufferError where a tensor still uses it
 
 
+HANDED, WRITTEN = "a state is handed to a checkpoint", "an entry is written"
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "call", [pytest.param(1, marks=pytest.mark.slow), 14, pytest.param(28, marks=pytest.mark.slow)]
+    ("point", "call", "config", "options"),
+    [
+        *(pytest.param(HANDED, call, PACKED, {}, marks=marks) for call, marks in ((1, SLOW), (14, ()), (28, SLOW))),
+        (WRITTEN, 40, WHOLE, fault_child.FSDP_OPTIONS),
+    ],
 )
-def test_host_memory_gone_in_a_save_is_an_error_after_which_training_can_go_on(tmp_path, monkeypatch, call):
-    def failed(run):
-        seen = steps(run, 2)
-        if run.options.offload:
-            with monkeypatch.context() as patch:
-                fault_child.break_at("a state is handed to a checkpoint", call, "failed", patch.setattr)
-                with pytest.raises(fault_child.Injected):
-                    save(run, tmp_path, "dp_reshardable")
-            assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
-        return seen, steps(run, 2)
-
-    both(failed)
-
-
-def test_a_save_under_fsdp_that_fails_in_its_write_leaves_the_last_and_training_goes_on(tmp_path, monkeypatch):
+def test_a_save_that_fails_leaves_the_last_one_and_training_goes_on(
+    tmp_path, monkeypatch, point, call, config, options
+):
     def failed(run):
         folder = tmp_path / str(run.options.offload)
         steps(run)
-        save(run, folder)
-        steps(run)
+        save(run, folder, "dp_reshardable")
+        seen = steps(run)
         send_all_away()
         if run.options.offload:
             with monkeypatch.context() as patch:
-                fault_child.break_at("an entry is written", 40, "failed", patch.setattr)
-                with pytest.raises(BaseException, match="an entry is written"):  # no Exception of PyTorch's
-                    save(run, folder)
+                fault_child.break_at(point, call, "failed", patch.setattr)
+                with pytest.raises(BaseException, match=point):  # of PyTorch's writer no Exception
+                    save(run, folder, "dp_reshardable")
             assert newest(folder).name == "iter_0000001"
-        save(run, folder)
-        return steps(run)
+        save(run, folder, "dp_reshardable")
+        return seen, steps(run)
 
-    both(failed, WHOLE, **fault_child.FSDP_OPTIONS)
+    both(failed, config, **options)
     for step in (1, 2):
         assert_same_shards(*(tmp_path / f"{offload}" / f"iter_{step:07d}" for offload in (True, False)))

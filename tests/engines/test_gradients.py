@@ -114,7 +114,7 @@ def test_what_has_memory_at_each_point_of_a_step(kind, name):
             run.step()
             gradients = session_of(run).gradients
             moving = [bucket.nbytes for bucket in gradients._moving]
-            stays = gradients.nbytes - sum(moving) + AHEAD * max(moving, default=0)
+            stays = gradients.nbytes - sum(moving)
             assert config is LAZY or len(moving) > 2
             points, forwards = list(seen), -1
             seen.clear()
@@ -128,7 +128,7 @@ def test_what_has_memory_at_each_point_of_a_step(kind, name):
                 elif config is LAZY:
                     assert states == {"HERE"} and held == gradients.nbytes
                 elif what == "forward ends":
-                    assert held <= stays, (number, forwards)
+                    assert stays < held <= stays + AHEAD * max(moving), "what comes early alone"
             assert len(points) == 2 * a_pass * (2 if kind == "rerun" and number == 1 else 1) + 1
 
 

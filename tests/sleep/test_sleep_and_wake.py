@@ -154,7 +154,8 @@ def call(me, verb, kinds=(), where=None):
         assert me.res.away - {"params"} == away | others & me.movable
     elif verb == "reload":
         needed = me.names(trained) if me.lacks_masters and "optimizer" in kinds else set()
-        me.reload(kinds, where=where)
+        moved = me.reload(kinds, where=where)
+        assert bool(moved.woke) == bool(needed & names - chosen)
         assert me.names_away() == names - chosen - needed
         assert me.res.away - {"params"} == away - others
     elif verb == "only":
