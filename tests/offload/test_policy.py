@@ -13,7 +13,6 @@ from bridge_fgo.offload.policy import (
     PartBytes,
     budget_refusal,
     choose_staying,
-    least_budget,
     plan_holding,
 )
 from bridge_fgo.offload.profile import Mark, MemoryProfile, PassMatcher
@@ -65,13 +64,6 @@ def add(policy, kind, profile, parts):
 
 def staying(parts):
     return sum(part.nbytes for part in parts if part.stays)
-
-
-def test_a_peak_counts_the_step_and_the_least_budget_is_the_larger_of_passes_and_of_two_parts_in_the_step():
-    assert MemoryProfile([3, 5], step=7).peak == 7
-    assert least_budget(MemoryProfile([100], step=10), [5, 7]) == 100
-    assert least_budget(MemoryProfile([20], step=10), [5, 7]) == 24
-    assert least_budget(MemoryProfile([20], step=10), [5, 7], masters_held=9) == 33
 
 
 TWO_PARTS = 2 * 11
