@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -79,8 +80,8 @@ PLANNED = {
         200, {}, [([150], 100), ([20], 10)], 50, [((50,), 100), ((180,), 190)]),
     "a later kind that needs more lets fewer stay": (
         200, {}, [([150], 100), ([170], 10)], 30, [((50,), 100), ((30,), 190)]),
-    "a rank with room keeps to what ranks agreed on": (
-        200, {"agree": lambda room, least: (0, least)}, [([50], 50)], 0, [((150,), 150)]),
+    "a rank with room keeps to what ranks agreed on, of the first kind only": (
+        200, {"agree": Mock(side_effect=[(0, 50 + TWO_PARTS)])}, [([50], 50)] * 2, 0, [((150,), 150)] * 2),
     "room for masters that are held": (130 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], 0, None),
     "no room for masters that are held": (129 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], None, None),
     "another rank cannot meet it": (200, {"agree": lambda room, least: (room, 201)}, [([50], 50)], None, None),
@@ -99,15 +100,6 @@ def test_what_stays_what_is_planned_and_which_budget_is_refused(parts, name):
     if plans is not None:
         assert staying(parts) == stays
         assert [(plan.leave, plan.step) for plan in policy.plans] == plans
-
-
-def test_ranks_agree_on_the_first_kind_only(parts):
-    policy = HoldPolicy(200)
-    policy.agree = lambda room, least: (0, least)
-    add(policy, 0, MemoryProfile([50], 50), parts)
-    policy.agree = None
-    add(policy, 1, MemoryProfile([50], 50), parts)
-    assert staying(parts) == 0
 
 
 # Which measured pass covers one that runs.
