@@ -28,6 +28,7 @@ from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from rank_child import Job, Rank, ended, joined, keep_results_of_saves, step  # noqa: E402
 from torch.distributed.checkpoint import filesystem  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 from torch.distributed.checkpoint.utils import _DistWrapper  # noqa: E402
 
 import bridge_fgo  # noqa: E402
@@ -70,6 +71,7 @@ FSDP_SAVE = {
 """The points of a save of an `fsdp_dtensor` checkpoint, in the order in which they come."""
 
 TORCH_DIST_SAVE = {"an entry of torch_dist is written": (filesystem_async, "_write_item")}
+LOAD = {"a tensor is loaded": (DefaultLoadPlanner, "commit_tensor")}
 
 FSDP_OPTIONS = {"fsdp": "optim_grads_params", "swiglu": True}
 STEPS, SAVED_AFTER_EACH = 5, (2, 3)
@@ -86,7 +88,7 @@ def break_at(point: str, call: int, how: str, set_attribute=setattr) -> None:
     how: "failed", or the name of a signal that the process sends to itself.
     set_attribute: `setattr`, or a monkeypatch's.
     """
-    owner, name = (POINTS | FSDP_SAVE | TORCH_DIST_SAVE)[point]
+    owner, name = (POINTS | FSDP_SAVE | TORCH_DIST_SAVE | LOAD)[point]
     original = getattr(owner, name)
     left = call
 

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import torch
 from both import bits, steps
 
 FORMATS = ["fully_reshardable", "dp_reshardable"]
@@ -71,6 +72,17 @@ def assert_same_shards(mine, theirs):
     assert [path.name for path in shards[0]] == [path.name for path in shards[1]] != []
     for ours, resident in zip(*shards, strict=True):
         assert ours.read_bytes() == resident.read_bytes()
+
+
+def tensors_in(value, path=()):
+    """Yield every tensor in a nested state dictionary, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from tensors_in(item, (*path, key))
+    elif hasattr(value, "data"):
+        yield from tensors_in(value.data, path)
 
 
 def configured(run, **settings):

@@ -17,6 +17,7 @@ from saving import (
     finish,
     load,
     save,
+    tensors_in,
 )
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
 from torch.distributed.checkpoint.api import CheckpointException
@@ -173,17 +174,6 @@ def test_a_save_moves_no_state_to_the_gpu_but_masters_that_were_copied_in_part_e
         assert seen() == before and SlabState.RESIDENT not in before[0]
         assert engine.traffic.back - back == sum(slab.codec.link_bytes for slab in away)
         assert bool(away) == packed
-
-
-def tensors_in(value, path=()):
-    """Yield every tensor in a nested state dictionary, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_in(item, (*path, key))
-    elif hasattr(value, "data"):
-        yield from tensors_in(value.data, path)
 
 
 def test_state_dictionaries_before_the_first_step_are_those_of_a_resident_run():

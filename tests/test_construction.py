@@ -9,6 +9,7 @@ import pytest
 import torch
 from both import OPTIMIZERS, bits, session_of, steps
 from cpu_model import microbatches
+from fault_child import break_at
 from lanes import in_lanes
 from saving import FORMATS, Saved, load, save, send_all_away
 from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
@@ -346,20 +347,6 @@ def test_a_checkpoint_that_somebody_else_reads_reaches_the_states_wherever_they_
         assert kinds_of(bits(run), "masters", "moments") == kinds_of(before.bits, "masters", "moments")
 
 
-def break_the_reader_at(call, patch):
-    """Have the reader fail after that many tensors."""
-    commit, left = DefaultLoadPlanner.commit_tensor, call
-
-    def broken(planner, read_item, tensor):
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyError("the reader is broken")
-        commit(planner, read_item, tensor)
-
-    patch.setattr(DefaultLoadPlanner, "commit_tensor", broken)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 40])
 def test_nothing_uses_half_loaded_states_until_a_whole_checkpoint_is_loaded(saved, tmp_path, monkeypatch, call):
@@ -372,8 +359,8 @@ def test_nothing_uses_half_loaded_states_until_a_whole_checkpoint_is_loaded(save
         steps(run)
         if run.options.offload:
             with monkeypatch.context() as patch:
-                break_the_reader_at(call, patch)
-                with pytest.raises(BaseException, match="the reader is broken"):  # no Exception of PyTorch's
+                break_at("a tensor is loaded", call, "failed", patch.setattr)
+                with pytest.raises(BaseException, match="a tensor is loaded"):  # no Exception of PyTorch's
                     load(run, folder)
             for use in (run.step, lambda: save(run, tmp_path)):
                 with pytest.raises(RuntimeError, match="the load of a checkpoint ended in an error"):

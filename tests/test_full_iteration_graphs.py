@@ -1,6 +1,7 @@
 """Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from both import as_resident, resident, session_of, training
 from fake_meter import FakeMeter, have_sessions_take_it
 
 import bridge_fgo
-from bridge_fgo.bridge import session
 from bridge_fgo.bridge.points import PointHook
 from bridge_fgo.bridge.session import active_session
 
@@ -101,21 +101,9 @@ NATIVE = bridge_fgo.OffloadConfig(engine="native")
 
 @pytest.mark.parametrize("kind", [{}, {"experts": True}], ids=["dense", "experts"])
 def test_passes_that_are_captured_and_replayed_are_bitwise_resident_ones_without_a_graph(monkeypatch, kind):
+    begun = []
     with as_resident(STEPS, NATIVE, **kind) as run:
         schedule = captured(monkeypatch, run)
-        steps = run.train(STEPS)
-        held = run.live_bytes
-    assert schedule.modes == MODES
-    losses, expected = ([(s.loss, s.grad_norm) for s in one] for one in (steps, resident(STEPS, **kind)[0].steps))
-    assert losses == expected
-    assert held and not any(held), "states are away while the graph runs"
-
-
-def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
-    """No hook in the graph would begin it: without the wrapper around the graph, the optimizer step would."""
-    begun = []
-    with training(True, NATIVE) as run:
-        captured(monkeypatch, run)
         inner = run._schedule
 
         def watched(**kwargs):
@@ -124,32 +112,40 @@ def test_states_are_on_their_way_back_when_the_schedule_returns(monkeypatch):
             return result
 
         run._schedule = watched
-        run.train(STEPS)
-    assert begun == [True] * STEPS
+        steps = run.train(STEPS)
+        held = run.live_bytes
+    assert schedule.modes == MODES
+    # No hook in the graph would begin it: without the wrapper around the graph, the optimizer step would.
+    assert begun == [True] * STEPS, "states are on their way back when the schedule returns"
+    losses, expected = ([(s.loss, s.grad_norm) for s in one] for one in (steps, resident(STEPS, **kind)[0].steps))
+    assert losses == expected
+    assert held and not any(held), "states are away while the graph runs"
 
 
 @pytest.fixture
 def meter(monkeypatch):
     """Have sessions use a fake meter, by which nothing but slabs needs memory."""
     have_sessions_take_it(monkeypatch.setattr)
-    monkeypatch.setattr(FakeMeter, "count_graphs", lambda meter: None)
+    monkeypatch.setattr(FakeMeter, "count_graphs", mock.Mock())
     monkeypatch.setattr(FakeMeter, "step", 2**30)
     return FakeMeter
 
 
-def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan(monkeypatch, meter):
+def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan_and_a_graph_that_comes_is_counted_anew(monkeypatch, meter):
     """An eager pass, and the capture, need other memory than a replay."""
-    measured, planned = [], []
+    measured, planned, counted = [], [], []
     with training(True, NATIVE) as run:
         schedule = captured(monkeypatch, run)
         for _ in range(STEPS):
             run.step()
             engine = session_of(run).engine
             planned.append(engine.schedule.is_planned)
+            counted.append(meter.count_graphs.call_count)
             measured.append(bool(engine.schedule.holding.plans_for(engine.schedule.signature)))
     assert schedule.modes == MODES
     assert measured == [False] * 3 + [True] * (STEPS - 3)
     assert planned == [False] * 4 + [True] * (STEPS - 4)
+    assert counted == [0] * 2 + [1] * (STEPS - 2)
 
 
 def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
@@ -168,12 +164,3 @@ def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
             attached.release()
             assert not schedule.ledger.nbytes
             attached.reload()
-
-
-def test_a_graph_that_comes_or_goes_is_counted_anew(monkeypatch):
-    counted = []
-    monkeypatch.setattr(session.PeakMeter, "count_graphs", lambda meter: counted.append(len(schedule.modes)))
-    with training(True, NATIVE) as run:
-        schedule = captured(monkeypatch, run)
-        run.train(STEPS)
-    assert counted == [3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from both import OPTIMIZERS, PACKED, WHOLE, bits, both, exact, release, session_of, steps, training
 from lanes import in_lanes
-from saving import send_all_away
+from saving import send_all_away, tensors_in
 
 import bridge_fgo
 from bridge_fgo.bridge import state_wrappers
@@ -101,25 +101,16 @@ def moved_by_mcores_offload_to_cpu(training):
     training.optimizer.restore_from_cpu()
 
 
-def tensors(value):
-    """Yield every tensor in a nested state dictionary."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors(item)
-
-
 def state_dict_that_is_kept(training):
     """Return a copy of a dictionary that shares no memory with states, and is the same after another step."""
     release(training)
     found = training.optimizer.state_dict()
     kept = copy.deepcopy(found)
-    assert training.options.distributed or len(list(tensors(found))) > 30
+    assert training.options.distributed or len(list(tensors_in(found))) > 30
     slabs = session_of(training).engine.slabs if training.offloads_all else []
     spans = [(s.host.address, s.host.address + s.nbytes) for s in slabs]
     mine = {s.gpu.untyped_storage()._cdata for s in slabs}
-    for tensor in tensors(found):
+    for _, tensor in tensors_in(found):
         assert tensor.untyped_storage()._cdata not in mine
         assert not any(start <= tensor.data_ptr() < end for start, end in spans)
     steps(training)
@@ -158,7 +149,7 @@ def a_file_of_the_layer_wise_optimizers_own(training):
         training.optimizer.load_state_dict_from_file(file)
         assert not training.offloads_all or training.live_state_bytes() == 0
         found = torch.load(file)
-    assert len(list(tensors(found))) > 30
+    assert len(list(tensors_in(found))) > 30
     return found
 
 
