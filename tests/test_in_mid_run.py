@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from both import PACKED, SMALL, as_resident, bits, both, resident, session_of, steps, training
+from both import PACKED, SMALL, as_resident, bits, resident, session_of, steps, training
 from cpu_training import CpuOptions, CpuTraining
 
 import bridge_fgo
@@ -171,26 +171,6 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
             state_wrappers.reads_all_masters(lambda model: None, None, (other,), {})
         another.engine.require_readable.assert_called_once_with(masters_only=True)
         assert [slab.state for slab in session.engine.slabs] == released
-
-
-def test_a_nested_chain_with_a_stub_is_bitwise_equal():
-    from megatron.core.optimizer import ChainedOptimizer
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    def nested(run):
-        """Train with the optimizer two chains deep, beside a stub of a frozen sub-model."""
-        real = run.optimizer.chained_optimizers[0]
-        stub = DistributedOptimizer(
-            None, real.config, None, None,
-            model_chunks=run.model, per_model_buffers={}, data_parallel_group=real.data_parallel_group,
-            data_parallel_group_gloo=None, data_parallel_group_idx=0, distributed_optimizer_instance_id=0,
-        )  # fmt: skip
-        stub.grad_stats_parallel_group = real.grad_stats_parallel_group
-        stub.tp_group, stub.expert_tp_group = real.tp_group, real.expert_tp_group
-        run.optimizer = ChainedOptimizer([ChainedOptimizer([real]), stub])
-        return steps(run, 5)
-
-    both(nested)
 
 
 def test_memory_that_offload_to_cpu_frees_is_given_to_the_device():

@@ -1,14 +1,13 @@
 """Optimizers with a step of their own: it runs once a step, with every state there, bitwise as resident."""
 
 import contextlib
-from functools import partial
 from unittest import mock
 
 import cpu_training
 import fused_adam
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, bits, both, steps, training
+from both import OPTIMIZERS, both, steps
 from lanes import in_lanes
 
 import bridge_fgo
@@ -116,29 +115,6 @@ def test_it_steps_once_a_step_bitwise_as_resident_and_is_named_with_the_memory_t
     assert len(said) == 1 and f"{__name__}.{cls.__qualname__} has of its own" in said[0], said
     held = float(said[0].split("that all ")[1].split(" MiB that are offloaded")[0])
     assert 0 < held <= figures[1].offloaded_bytes / MIB + 0.01  # an optimizer beside it divides its step
-
-
-@pytest.mark.parametrize("name", ["torchs_adamw_that_counts_its_calls", "muon_that_counts_its_calls"])
-def test_in_a_residencys_training_step_it_steps_once_bitwise_as_resident(name, monkeypatch, capsys):
-    ends = []
-    for offloads in (False, True):
-        with (
-            provided(name, monkeypatch) as (_, options),
-            bridge_fgo.install(WHOLE) if offloads else contextlib.nullcontext(),
-            training(False, **options) as run,
-        ):
-            step = contextlib.nullcontext
-            if offloads:
-                res = bridge_fgo.Residency(run.model, run.optimizer, PACKED)
-                step = partial(res.training_step, run.options.microbatches)
-            seen = []
-            for _ in range(STEPS):
-                with step():
-                    seen += steps(run)
-                assert (max(run.live_bytes) == 0) == offloads
-            ends.append((seen, bits(run)))
-    assert ends[1] == ends[0]
-    assert "is not divided" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("where", ["before", "after", "around"])
