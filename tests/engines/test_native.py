@@ -7,7 +7,6 @@ from fake_training import Training, masters_of
 from bridge_fgo.engines import native, ranks
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import Pool
-from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
@@ -59,32 +58,6 @@ def test_a_host_that_cannot_hold_states_and_gradients_is_refused_before_anything
     assert locked == [nbytes + beside, 2 * nbytes + beside]
 
 
-def test_states_in_host_memory_are_not_pinned_and_a_step_ends_with_what_is_coming_here_and_the_rest_away():
-    engine = make()[0].engine
-    engine.pin()
-    assert engine.bytes_to_pin == engine.pinned_bytes == engine.pin_seconds == 0
-    training, _ = make()
-    training.update()
-    training.begin()
-    first, *others = training.slabs()
-    first.reload()
-    training.engine.settle()
-    assert first.state is SlabState.RESIDENT and {slab.state for slab in others} == {SlabState.RELEASED}
-
-
-@pytest.mark.parametrize(
-    ("settings", "before", "after"),
-    [({}, MASTERS, 3 * MASTERS), ({"moments": False}, MASTERS, MASTERS), ({"master_weights": False}, 0, 2 * MASTERS)],
-)
-def test_what_is_asked_for_goes_masters_before_the_first_step_and_moments_after_it(settings, before, after):
-    training, _ = make(**settings)
-    assert training.engine.state_bytes == 3 * MASTERS and training.engine.planned_bytes == after
-    assert most_released(training) == before
-    training.update()
-    assert live(training.twins[0]) == training.engine.state_bytes, "as was known before the first step"
-    assert most_released(training) == after
-
-
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
 def test_fraction_releases_that_share_of_the_bytes(fraction):
     training, _ = make(fraction=fraction)
@@ -93,17 +66,7 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
     assert "fraction" in training.engine.resident_note()
 
 
-def test_a_tensor_that_somebody_replaced_is_taken_in_and_one_of_another_dtype_an_error_that_loses_nothing():
-    training, optimizer = make()
-    training.update()
-    most_released(training)
-    optimizer.optimizer.state[masters_of(optimizer)[2]]["exp_avg"] = loaded = torch.randn(SIZES[2])
-    expected = loaded.clone()
-    training.begin()
-    assert live(optimizer) == 0
-    training.engine.require_readable()
-    assert torch.equal(optimizer.optimizer.state[masters_of(optimizer)[2]]["exp_avg"], expected)
-
+def test_a_tensor_that_somebody_replaced_by_one_of_another_dtype_is_an_error_that_loses_nothing():
     training, optimizer = make()
     training.update()
     most_released(training)
