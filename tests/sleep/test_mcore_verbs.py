@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, fail, note, residency
+from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, fail, note, precision_aware, residency
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
@@ -49,7 +49,15 @@ def wake(training):
     assert not any(buffer.grad_data.any() for buffer in buffers(training))
 
 
-@pytest.mark.parametrize("changes", [{}, {"experts": True}, {"precision": "fp32_params"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"experts": True},
+        {"precision": "fp32_params"},
+        *({"prepare": precision_aware(remainders), "experts": True} for remainders in (False, True)),
+    ],
+)
 def test_training_that_sleeps_by_mcores_own_verbs_is_bitwise_a_resident_one(sleeper, changes):
     me = sleeper(0, **changes)
     for _ in range(4):
