@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         names = vars(item.module).values()
         used = {getattr(value, "__module__", getattr(value, "__name__", "")) for value in names}
-        forks = not used.isdisjoint({"children", "async_worker"})
+        forks = not used.isdisjoint({"children", "rank_child", "async_worker"})
         (of_ranks if forks else of_models if item.path.parent.name == "tools" else others).append(item)
     before = max(0, len(items) // 2 - len(of_ranks))
     items[:] = of_ranks + others[:before] + of_models + others[before:]

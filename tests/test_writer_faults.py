@@ -142,7 +142,8 @@ def trained_into(
             assert not (of_run / "latest_checkpointed_iteration.txt").exists()
         else:
             assert newest(of_run).name == checkpoint.name
-            assert_same_shards(newest(of_run), checkpoint)
+            if offload:  # a CPU run shares resident states with a persistent worker, and goes on writing them
+                assert_same_shards(newest(of_run), checkpoint)
 
 
 @pytest.mark.parametrize(
