@@ -5,9 +5,10 @@ import dataclasses
 from unittest.mock import MagicMock
 
 import pytest
+import torch
 from both import PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
 from lanes import in_lanes
-from sleeping import KINDS, buffers, configured, lock_fails_once, poison
+from sleeping import KINDS, buffers, configured, fail, lock_fails_once, poison
 
 import bridge_fgo
 from bridge_fgo.engines.gradients import gradients_of
@@ -176,6 +177,27 @@ def step_that_fails(run):
         run.step()
     destroy_rerun_state_machine()  # it is in the midst of a pass
     init_rerun_state(run.cfg.rerun_state_machine)
+
+
+@SETTINGS
+def test_a_wake_without_memory_for_kept_gradients_leaves_all_of_them_away_and_may_be_tried_again(monkeypatch, config):
+    def train(run):
+        res, update = sleeper_of(run, run.optimizer), run.optimizer.step
+
+        def sleep():
+            if run.options.offload:
+                res.offload("grads", grads="keep")
+                with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+                    fail(patch, GradientBucket, "allocate", error=torch.OutOfMemoryError)
+                    res.reload()
+                assert res.away == {"grads"} and all(bucket.gpu is None for bucket in buckets(run))
+                res.reload()
+            return update()
+
+        run.optimizer.step = sleep
+        return steps(run, 2)
+
+    both(train, config, **THREE)
 
 
 @SETTINGS
