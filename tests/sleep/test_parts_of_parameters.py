@@ -2,12 +2,32 @@
 
 import pytest
 import torch
-from sleeping import KINDS, experts, frozen, frozen_in_a_layer, note
+from both import PACKED
+from sleeping import KINDS, experts, frozen, frozen_in_a_layer, note, trained
 
 import bridge_fgo
 from bridge_fgo.bridge import residency
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
+
+
+def test_packed_masters_move_beside_a_base_that_sleeps_and_wake_the_adapters_alone(sleeper):
+    me = sleeper(config=PACKED, frozen=True)
+    base, adapters = me.names(frozen), me.names(trained)
+    me.res.offload("params", where=frozen)
+    assert me.res.offload("optimizer").woke == () == me.res.reload("optimizer").woke
+    assert me.names_away() == base
+    me.res.offload("params")
+    assert me.res.offload("optimizer").woke == ("params",)
+    assert me.names_away() == base | adapters
+    assert me.res.reload("optimizer").woke == ("params",)
+    assert me.names_away() == base
+    me.res.reload()
+    me.res.offload("params")
+    with me.res.only("params"):
+        assert me.res.away == {"grads", "optimizer"}
+    assert me.res.away == {"params"} and me.names_away() == base | adapters
+    me.end()
 
 
 def test_adapters_are_read_and_written_as_the_base_sleeps_and_the_base_says_what_to_call(sleeper):
