@@ -57,9 +57,8 @@ def job(billions: float, **changes: object) -> Job:
 
 def estimate(billions: float, activations_gb: float | None = 1.0, system: str | None = None, **changes: object):
     activations = None if activations_gb is None else int(activations_gb * GB)
-    of_links = links(system)
     offload = OffloadConfig(gpu_memory_budget_gib=changes.pop("budget", None))  # type: ignore[arg-type]
-    return make_estimate(job(billions, **changes), offload, of_links, None, None, activations)
+    return make_estimate(job(billions, **{"offload": offload} | changes), links=links(system), activations=activations)
 
 
 @pytest.fixture(autouse=True)
