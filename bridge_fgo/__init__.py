@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from bridge_fgo.bridge.framework_names import VARIABLE
+from bridge_fgo.bridge.framework_names import VARIABLE, refuse_misspelt
 from bridge_fgo.bridge.installation import Installation, install, install_with_frameworks, uninstall
 from bridge_fgo.config import OffloadConfig
 
@@ -68,5 +68,6 @@ def stats() -> Stats | None:
     return newest_stats()
 
 
+refuse_misspelt()
 if os.environ.get(VARIABLE):
     install_with_frameworks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +13,9 @@ VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 
 LIMIT, FOLDER, NCCL = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER", "BRIDGE_FGO_NCCL"
 """Environment variables that stand for `host_memory_limit_gib`, `frozen_folder` and `nccl` of each `Residency`."""
+
+PREFIX = "BRIDGE_FGO_"
+NAMES = [name.removeprefix(PREFIX) for name in (VARIABLE, LIMIT, FOLDER, NCCL)]
 
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
 SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
@@ -25,6 +29,17 @@ MEMORY_SAVED = {name: (f"{name}.backends.megatron_utils.actor",) for name in ("s
 FRAMEWORKS: dict[str, tuple[str, ...]] = {"verl": VERL, "skyrl": SKYRL, "nemo_rl": NEMO_RL, **MEMORY_SAVED}
 """The modules of each framework that patches wait for."""
 MODULES = tuple(module for modules in FRAMEWORKS.values() for module in modules)
+
+
+def refuse_misspelt() -> None:
+    """Raise ValueError where the environment has a variable whose name is almost one of these: nothing reads it."""
+    for name, given in os.environ.items():
+        word = name.removeprefix(PREFIX)
+        if word not in (name, *NAMES) and (near := difflib.get_close_matches(word, NAMES, 1)):
+            raise ValueError(
+                f"the environment variable {name}={given!r}: nothing reads it; did you mean {PREFIX}{near[0]}? Rename "
+                "it, or leave it out"
+            )
 
 
 def host_memory_limit_gib() -> float | None:

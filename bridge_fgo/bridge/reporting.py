@@ -18,7 +18,7 @@ from bridge_fgo.memory.meters import PeakMeter
 def say(text: str) -> None:
     """Print a line on rank 0, as launchers set RANK until torch.distributed is initialized."""
     is_initialized = torch.distributed.is_initialized()
-    if (torch.distributed.get_rank() if is_initialized else int(os.environ.get("RANK", "0"))) == 0:
+    if str(torch.distributed.get_rank() if is_initialized else os.environ.get("RANK") or 0) == "0":
         print(f"bridge_fgo: {text}", flush=True)
 
 

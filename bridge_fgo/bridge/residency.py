@@ -8,7 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import wraps
+from dataclasses import replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Concatenate, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import FLAG
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
-from bridge_fgo.bridge.settings import is_installed
+from bridge_fgo.bridge.settings import SETTINGS, is_installed, settings_of
 from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import class_of, own
@@ -40,7 +41,7 @@ from bridge_fgo.sleep.moved import (
 )
 from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
 from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.states import WHOLE_MASTERS, OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
 from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
 
@@ -95,8 +96,9 @@ class Residency:
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
         optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
-        config: settings of the offload where no engine is attached to the optimizer; masters are copied whole unless
-            it says otherwise. A setting that would have no effect is refused.
+        config: settings of the offload where no engine is attached to the optimizer; None for those given to
+            `bridge_fgo.install`, with masters copied whole unless `master_remainders=True`. A setting that would have
+            no effect is refused.
         host_memory_limit_gib: the most host memory in GiB that a rank takes here, page-locked or not; the least that
             any rank is given counts. What does not fit stays on the GPU for good: a line on rank 0 and `Moved.stays`
             say how much. None has no limit but what the host has.
@@ -126,6 +128,7 @@ class Residency:
         self._states: OptimizerStates | None = None
         self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
+        self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
         self._chunks, told = told_by_ranks(
             lambda: (_accepted(model, optimizer, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
         )
@@ -155,7 +158,7 @@ class Residency:
                 f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
             )
         if optimizer is not None:
-            self._states = self._kept(OptimizerStates(optimizer, config, host_bytes=room))
+            self._states = self._kept(OptimizerStates(optimizer, config, host_bytes=room, otherwise=self._settings))
         staying, places = told_by_ranks(lambda: self._lacking(limit))
         alike = set[Any]().union(*places) - {None}
         _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
@@ -165,8 +168,8 @@ class Residency:
                 f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
                 f"state and {params} of parameters (on the rank with most), which stay on the GPU"
             )
-        settings = config if self._states is None else self._states.config
-        self._pins = self._device.type == "cuda" and (settings is None or settings.pin_memory)
+        settings = self._settings() if self._states is None else self._states.config
+        self._pins = self._device.type == "cuda" and settings.pin_memory
         hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
@@ -860,6 +863,11 @@ class Residency:
         if self._session is None or self._session.closed:  # by an uninstall
             from megatron.core.utils import get_model_config
 
+            if self._settings() != states.config:
+                raise ValueError(
+                    f"training_step() of a Residency that was made with {states.config}, and {self._settings()} was "
+                    "given to bridge_fgo.install later: close() it, and make it after install()"
+                )
             states.drive()
             self._session = Session(None, get_model_config(self._chunks[0]), states.config, owner=states)
         return self._session
@@ -1043,6 +1051,24 @@ def _accepted(
             "it, close() ends it"
         )
     return chunks
+
+
+def _settings(config: OffloadConfig | None, optimizer_config: Any, moves_states: bool) -> OffloadConfig:
+    """Return the settings of a Residency: `config`, or else the installed ones, by which masters are copied whole.
+
+    Raises:
+        ValueError: the installed ones have some that would have no effect.
+    """
+    if config is not None or not is_installed():
+        return config or WHOLE_MASTERS
+    found = settings_of(optimizer_config)
+    if moves_states and (found.engine == "mcore" or found.gradients):
+        lost = f"engine={found.engine!r}" if found.engine == "mcore" else f"gradients={found.gradients!r}"
+        raise ValueError(
+            f"Residency with OffloadConfig({lost}) of bridge_fgo.install or optimizer.{SETTINGS}: only Bridge's "
+            f"train_step with optimizer.{FLAG}=True goes by that; leave it out, or give Residency a config of its own"
+        )
+    return replace(found, engine="native", master_remainders=bool(found.master_remainders))
 
 
 def _refuse_settings(config: OffloadConfig, moves_states: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,11 +74,15 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
 def ranks_of_this_node() -> int:
     """Return how many ranks torchrun, mpirun or srun has started on this node; 1 where none says.
 
-    srun's nodes may have different numbers ("4(x15),2"): the first, which is the largest as Slurm fills nodes.
+    srun's nodes may have different numbers ("4(x15),2"): the first, which is the largest as Slurm fills nodes. Raises
+    ValueError where a launcher's variable has no number.
     """
     launchers = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
-    tasks = next(filter(None, map(os.environ.get, launchers)), "1")
-    return int(tasks.split("(")[0].split(",")[0])
+    name = next(filter(os.environ.get, launchers), "")
+    first = re.match(r"[1-9]\d*(?=$|[(,])", tasks := os.environ.get(name, "1"))
+    if first is None:
+        raise ValueError(f"the environment variable {name}={tasks!r}: give how many ranks this node has, or unset it")
+    return int(first[0])
 
 
 def available_bytes() -> int:

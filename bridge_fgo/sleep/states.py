@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class OptimizerStates:
 
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
-        config: for an engine of its own; `WHOLE_MASTERS` when None.
+        config: for an engine of its own; None for what `otherwise` returns.
         alone: whether other ranks may not make theirs now, and are not asked.
         host_bytes: the most host memory for an engine of its own; states that do not fit stay on the GPU.
 
@@ -54,8 +55,8 @@ class OptimizerStates:
         config: OffloadConfig | None = None,
         alone: bool = False,
         host_bytes: float = math.inf,
+        otherwise: Callable[[], OffloadConfig] = lambda: WHOLE_MASTERS,
     ) -> None:
-        self.config = config or WHOLE_MASTERS
         self.meter = PeakMeter()
         together: Callable[[Callable[[], Any]], Any] = (lambda act: act()) if alone else on_every_rank
         self.optimizers = together(lambda: movable_optimizers(optimizer))
@@ -66,12 +67,12 @@ class OptimizerStates:
         self.sources = [source_of(leaf) for leaf in self.optimizers]
         if attached is None:
             if self.is_owner:
-                attached = together(lambda: NativeEngine(self.sources, self.config, self.meter, host_bytes=host_bytes))
+                make = partial(NativeEngine, self.sources, meter=self.meter, host_bytes=host_bytes)
+                attached = together(lambda: make(config=config or otherwise()))
             else:
                 attached = NativeEngine([], WHOLE_MASTERS, self.meter)
-        self.engine = attached
+        self.engine, self.config = attached, attached.config
         if not self.is_owner:
-            self.config = attached.config
             own = {id(leaf) for leaf in self.optimizers}
             found = [source for source in attached.sources if isinstance(source, McoreSource)]
             self.sources = [source for source in found if id(source.optimizer) in own]

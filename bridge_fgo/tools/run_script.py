@@ -32,7 +32,7 @@ class Request:
 
 
 def prepare(request: Request) -> None:
-    """Check a request before anything is imported or patched; ValueError for no script, or options that are refused."""
+    """Check a request before anything is patched; ValueError for no script, or what `install` will refuse."""
     if request.module:
         top = str(request.script).partition(".")[0]
         if not top or not _can_be_found(top):
@@ -40,8 +40,11 @@ def prepare(request: Request) -> None:
     elif not request.script.is_file():
         raise ValueError(f"there is no script {str(request.script)!r}")
     import bridge_fgo
+    from bridge_fgo.bridge.framework_names import framework_names, host_memory_limit_gib
 
     bridge_fgo.OffloadConfig(**request.config)
+    framework_names(None)
+    host_memory_limit_gib()
 
 
 def _can_be_found(module: str) -> bool:

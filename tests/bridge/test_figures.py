@@ -9,7 +9,7 @@ from fake_meter import have_clocks_rest
 import bridge_fgo
 from bridge_fgo import OffloadConfig, figures
 from bridge_fgo.bridge import train_step
-from bridge_fgo.bridge.reporting import measured_peaks
+from bridge_fgo.bridge.reporting import measured_peaks, say
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import ALLOCATED, RESERVED, PeakMeter, Traffic
 
@@ -132,3 +132,10 @@ def test_a_resident_run_that_is_measured_logs_its_peaks_and_trains_the_same_else
         ])  # fmt: skip
         # Bridge's report of memory keeps the peak of the run.
         assert 700 in [peaks[ALLOCATED] for peaks in measured_peaks() if peaks]
+
+
+@pytest.mark.parametrize(("rank", "line"), [("0", "bridge_fgo: on\n"), ("", "bridge_fgo: on\n"), ("1", "")])
+def test_a_line_is_printed_on_the_first_rank_or_where_no_launcher_says_which_this_is(monkeypatch, capsys, rank, line):
+    monkeypatch.setenv("RANK", rank)
+    say("on")
+    assert capsys.readouterr().out == line

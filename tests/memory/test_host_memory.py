@@ -242,12 +242,18 @@ def test_this_machines_nodes_and_cpus_are_read_and_a_pinned_block_is_a_power_of_
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_STEP_TASKS_PER_NODE": "1"}, 2),
         ({"SLURM_STEP_TASKS_PER_NODE": "4(x16)"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "4,2"}, 4),
+        ({"LOCAL_WORLD_SIZE": "gpu"}, "variable LOCAL_WORLD_SIZE='gpu': give how many ranks"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "variable LOCAL_WORLD_SIZE='0': give how many ranks"),
     ],
-    ids=["alone", "torchrun", "mpirun", "srun", "srun on uneven nodes"],
+    ids=["alone", "torchrun", "mpirun", "srun", "srun on uneven nodes", "no number", "none"],
 )
 def test_ranks_of_this_node(monkeypatch, environment, ranks):
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert host_memory.ranks_of_this_node() == ranks
+    if isinstance(ranks, int):
+        assert host_memory.ranks_of_this_node() == ranks
+    else:
+        with pytest.raises(ValueError, match=ranks):
+            host_memory.ranks_of_this_node()

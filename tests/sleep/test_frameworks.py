@@ -363,6 +363,22 @@ def test_without_the_variable_an_import_does_nothing_and_with_it_needs_no_torch(
         assert int(done.stdout) == hooks
 
 
+@pytest.mark.parametrize("meant", framework_names.NAMES)
+def test_a_variable_whose_name_is_almost_one_of_these_is_an_error_that_names_it(monkeypatch, meant):
+    for word in ("DEBUG", meant):
+        monkeypatch.setenv(f"BRIDGE_FGO_{word}", "given")
+    framework_names.refuse_misspelt()
+    wrong = {meant[:-1], meant[1:], f"{meant}S"}
+    for word in wrong:
+        monkeypatch.setenv(f"BRIDGE_FGO_{word}", "given")
+        with pytest.raises(ValueError, match=f"BRIDGE_FGO_{word}='given': nothing reads it; .* BRIDGE_FGO_{meant}\\?"):
+            framework_names.refuse_misspelt()
+        monkeypatch.delenv(f"BRIDGE_FGO_{word}")
+    code, environment = "import bridge_fgo", {f"BRIDGE_FGO_{wrong.pop()}": "given"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "nothing reads it" in done.stderr
+
+
 def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkeypatch):
     with pytest.raises(ValueError, match=r"install\(frameworks=...\): there is no framework 'vrl'; use 'auto' or any"):
         bridge_fgo.install(frameworks="vrl")

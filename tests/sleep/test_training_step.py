@@ -268,6 +268,37 @@ def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkey
                 bridge_fgo.Residency(me.training.model, optimizer, config(**{name: OTHER[name]}))
 
 
+@pytest.mark.parametrize("name", OTHER)
+def test_settings_given_to_install_count_without_a_config_or_are_refused_by_name(sleeper, monkeypatch, name):
+    monkeypatch.setattr(PeakMeter, "works", True)
+    monkeypatch.setattr(activation_offload, "_are_added", False)
+    model, optimizer = (training := sleeper(0).training).model, training.optimizer
+    given = bridge_fgo.OffloadConfig(**{name: OTHER[name]})
+    with bridge_fgo.install(given):
+        bridge_fgo.Residency(model).close()
+        if name in ("gradients", "engine"):
+            with pytest.raises(ValueError, match=rf"{name}={OTHER[name]!r}\W.*; leave it out"):
+                bridge_fgo.Residency(model, optimizer)
+        else:
+            with contextlib.closing(bridge_fgo.Residency(model, optimizer)) as res:
+                (states,) = {vars(leaf)[STATES] for leaf in optimizer.chained_optimizers}
+                in_force = replace(given, engine="native", master_remainders=name == "master_remainders")
+                assert states.engine.config == in_force
+                res.offload("optimizer")
+        with bridge_fgo.Residency(model, optimizer, bridge_fgo.OffloadConfig()).asleep():
+            pass  # a config of its own is what counts
+
+
+def test_settings_that_are_installed_after_the_residency_was_made_are_no_surprise_to_its_steps(sleeper):
+    res = sleeper(0).res
+    with (
+        bridge_fgo.install(bridge_fgo.OffloadConfig(fraction=0.5)),
+        pytest.raises(ValueError, match=r"made with .*fraction=1\.0.*fraction=0\.5.*close\(\) it"),
+        res.training_step(),
+    ):
+        pytest.fail("not refused")
+
+
 def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_steps_and_may_go_in_between(sleeper):
     expected = trained(4)
     me, seen = sleeper(0), []

@@ -49,6 +49,8 @@ COMMANDS = [
     ("run .", 2, "bridge-fgo run: there is no script '.'", LIGHT),
     ("run --fraction 9 ok.py", 2, "bridge-fgo run: OffloadConfig.fraction=9.0: use a number in (0, 1]", LIGHT),
     ("run --engin native ok.py", 2, "Usage: bridge-fgo run", LIGHT),
+    ("BRIDGE_FGO_FRAMEWORKS=vrl run ok.py", 2, "bridge-fgo run: the environment variable BRIDGE_FGO_FRAMEWORKS", LIGHT),
+    ("BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB=64G run ok.py", 2, "bridge-fgo run: the environment variable BRIDGE_FG", LIGHT),
     ("run -m no_such_package.train", 2, "bridge-fgo run: -m no_such_package.train: there is no module", LIGHT),
     ("run ok.py", 0, "trained", TORCH),
     ("plan nothere.yaml", 2, "bridge-fgo plan: nothere.yaml: there is no such file", LIGHT),
@@ -84,6 +86,7 @@ COMMANDS = [
     ("plan llama3_70b_pretrain_96gpu_h100_bf16_config", 2, "bridge-fgo plan: there is no recipe "
      "'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo recipes list`", LIGHT),
     ("plan nowhere.py:mine", 2, "bridge-fgo plan: recipe 'nowhere.py:mine': there is no file 'nowhere.py'", LIGHT),
+    ("plan mycfg.py", 2, "bridge-fgo plan: there is no recipe 'mycfg.py'. `bridge-fgo recipes list`", LIGHT),
     ("plan xyzzy", 2, "bridge-fgo plan: there is no recipe 'xyzzy'. `bridge-fgo recipes list`", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
     ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),
@@ -176,6 +179,8 @@ def test_a_command_of_a_new_user(folder, monkeypatch, command, status, first_lin
     added = {"PYTHONWARNINGS": "ignore", "HF_HOME": folder, "HF_HUB_OFFLINE": "1", "NEMORUN_HOME": folder}
     environment = os.environ | {name: str(value) for name, value in added.items()}
     words = command.split()
+    while "=" in words[0]:
+        environment.update([words.pop(0).split("=")])
     if command in IN_A_PROCESS or words[0] == "launch":
         done = run_alone(words, cwd=folder, env=environment)
     elif kind is BUILT:

@@ -93,7 +93,7 @@ def _built(name: str, folder: Path | None) -> tuple[Any, int | None]:
             else:
                 function = _function(name)
                 # A recipe of Bridge's has its number of GPUs in its name, also where an alias leads to it.
-                is_bridges = function.__module__.startswith("megatron.")
+                is_bridges = getattr(function, "__module__", "").startswith("megatron.")
                 config, gpus = function(), gpus_of(function.__name__) if is_bridges else None
     except hf_config.MissingError as error:
         raise ValueError(f"recipe {name!r}: {error}") from None

@@ -144,7 +144,7 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
         ValueError: the log has no such error, or does not say which job or which GPU it was, and nor do the settings.
     """
     target = settings.target
-    is_name = target in RECIPES or re.fullmatch(r"\w+_config", target) or is_saved_config(target) or ":" in target
+    is_name = target in RECIPES or re.search(r"^\w+_config$|^$|:|\.py$", target) or is_saved_config(target)
     if is_name or not Path(target).exists():
         if settings.job is not None:
             raise ValueError(f"--job {settings.job}: says of which job a log is, and {settings.target} is no log")
