@@ -3,9 +3,12 @@
 python -m recipes.launch --factory dsv4_flash_64gpu account=me container_image=image.sqsh --dryrun
 """
 
-import nemo_run as run
-
-from bridge_fgo.recipes.entrypoint import Job
-
 if __name__ == "__main__":
+    try:
+        import nemo_run as run
+    except ModuleNotFoundError:
+        raise SystemExit("pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'") from None
+
+    from bridge_fgo.recipes.entrypoint import Job
+
     run.cli.main(Job)

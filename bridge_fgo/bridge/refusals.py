@@ -7,6 +7,7 @@ first. Settings that no engine honours are refused by `compat.choose_engine`, bu
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge.compat import Choice, as_named_in, check_flag, choose_engine, flag_is_set, setting_of
+from bridge_fgo.bridge.compat import FLAG, Choice, as_named_in, check_flag, choose_engine, flag_is_set, setting_of
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_buffer import OTHER_FILES, hands_out_descriptors
 from bridge_fgo.memory.host_memory import ranks_of_this_node
@@ -309,6 +310,7 @@ def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
 
 def config_refusals(cfg: Any) -> Iterator[str]:
     """Yield why a config whose flag may be set is refused, whatever engine serves it."""
+    yield from misspelt_flags(cfg)
     try:
         check_flag(cfg.optimizer)
     except ValueError as error:
@@ -316,6 +318,16 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         return
     if flag_is_set(cfg.optimizer):
         yield from told([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], Asked(cfg))
+
+
+def misspelt_flags(cfg: Any) -> Iterator[str]:
+    """Yield each attribute that is almost the flag, or is the flag of another section: nothing would read it."""
+    for section, owner in {"": cfg, **vars(cfg)}.items():
+        own = {name: value for name, value in getattr(owner, "__dict__", {}).items() if not hasattr(type(owner), name)}
+        for name in difflib.get_close_matches(FLAG, own, cutoff=0.82):
+            if own[name] is True and (section, name) != ("optimizer", FLAG):
+                place = f"{section}.{name}".removeprefix(".")
+                yield f"{place}=True: there is no such setting: leave it out, or set optimizer.{FLAG}=True"
 
 
 def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:

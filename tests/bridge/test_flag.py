@@ -370,6 +370,19 @@ def test_wrong_settings_are_refused_before_training(installed, given, said):
         config.validate()
 
 
+@pytest.mark.parametrize("place", ["", "optimizer", "model"])
+@pytest.mark.parametrize("name", ["offload_optimizer_states", "offload_optimizer_state", "offload_optimiser_states"])
+def test_a_flag_of_another_name_or_in_another_section_is_refused_by_its_own(installed, place, name):
+    config = make_container(offload=place == "optimizer" and name == FLAG)
+    setattr(getattr(config, place) if place else config, name, True)
+    if (place, name) == ("optimizer", FLAG):
+        config.validate()
+        return
+    said = rf"^{place}{'.' * bool(place)}{name}=True: .* set optimizer\.{FLAG}=True"
+    with pytest.raises(ValueError, match=said):
+        config.validate()
+
+
 def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(installed, caplog):
     config = make_container(offload=False, fraction=0.5)
     with caplog.at_level(logging.WARNING):

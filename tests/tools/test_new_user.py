@@ -208,6 +208,14 @@ def test_no_tracebacks_where_the_environment_is_empty():
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("Fits on 1 GPU of H200")
 
 
+def test_a_launch_without_nemo_run_says_how_to_install_it():
+    module = "sys.modules['nemo_run'] = None; runpy.run_module('bridge_fgo.recipes.launch', None, '__main__')"
+    command = [sys.executable, "-c", f"import runpy, sys; {module}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    said = "pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'"
+    assert (done.returncode, done.stderr.strip()) == (1, said)
+
+
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--nonsense", 2)])
 def test_patches_say_how_they_are_applied(argument, status):
     script = str(ROOT / "patches" / "apply.py")
