@@ -57,6 +57,7 @@ COMMANDS = [
     ("plan empty.yaml", 2, "bridge-fgo plan: empty.yaml: is empty", LIGHT),
     ("plan broken.yaml", 2, "bridge-fgo plan: broken.yaml: cannot be read as a run config", LIGHT),
     ("plan other.yaml", 2, "bridge-fgo plan: other.yaml: is not a saved run config", LIGHT),
+    ("plan flat.yaml --gpus 8", 2, "bridge-fgo plan: flat.yaml: is not a saved run config", LIGHT),
     ("plan no_such_package.recipes:mine", 2, "bridge-fgo plan: recipe 'no_such_package.recipes:mine'", LIGHT),
     ("plan job.log", 2, "bridge-fgo plan: job.log: has no error of PyTorch's, 'CUDA out of memory.", LIGHT),
     ("plan tiny --gpus 0", 2, "Usage: bridge-fgo plan", LIGHT),
@@ -142,6 +143,7 @@ def folder(tmp_path):
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "other.yaml").write_text("a: 1")
+    (tmp_path / "flat.yaml").write_text("_target_: megatron.bridge.training.config.ConfigContainer\nmodel: 3")
     (tmp_path / "mycfg.py").write_text(
         "from bridge_fgo.recipes.tiny import tiny_config\n\ndef ok():\n    return tiny_config(on_cpu=False)\n\n"
         "def fails():\n    return {}['hidden_size']\n"

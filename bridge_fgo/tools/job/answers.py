@@ -111,7 +111,7 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
     if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
         return
     config = config_at_once(target)
-    model, ddp = (SimpleNamespace(**settings_in(config.get(section, {}))) for section in ("model", "ddp"))
+    model, ddp = (SimpleNamespace(**settings_in(config.get(section) or {})) for section in ("model", "ddp"))
     if hasattr(model, "tensor_model_parallel_size"):
         parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
 

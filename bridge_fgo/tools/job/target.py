@@ -122,7 +122,8 @@ def require_saved_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read as a run config: {said}") from None
     if content is None:
         raise ValueError(f"{path}: is empty; give the run_config.yaml that Megatron-Bridge has saved")
-    if not isinstance(content, dict) or not str(content.get("_target_", "")).endswith("ConfigContainer"):
+    is_container = isinstance(content, dict) and str(content.get("_target_", "")).endswith("ConfigContainer")
+    if not is_container or not all(isinstance(content.get(name), dict | None) for name in ("model", "ddp")):
         raise ValueError(f"{path}: is not a saved run config (what Bridge writes as run_config.yaml)")
     return content
 
