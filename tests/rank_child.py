@@ -79,7 +79,7 @@ class Rank(CpuTraining):
     first: list[torch.Tensor]
     """Copies of the first weights."""
     fakes: fake_nccl.Fakes | None
-    """What stands in for NCCL."""
+    """Stands in for NCCL, where a `Residency` suspends it."""
 
     def __init__(self, options: CpuOptions, rank: int, job: Job, store: str = "store") -> None:
         self.rank, self.job, self._store = rank, job, store
@@ -277,6 +277,17 @@ def _error(act: Callable[[], object], or_none: bool = False) -> str:
         return f"{type(error).__name__}: {error}"
     assert or_none, "no error"
     return ""
+
+
+def train_in_context(rank: int, job: Job) -> dict[str, Any]:
+    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step`."""
+    seen: dict[str, Any] = {}
+    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**job.changes), rank, job) as run:
+        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
+        for _ in range(job.steps):
+            with contextlib.nullcontext() if res is None else res.training_step(run.options.microbatches):
+                step(run, seen)
+        return gathered(run, seen)
 
 
 def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:

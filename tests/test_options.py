@@ -27,7 +27,7 @@ WORDS = {
     "--slab-bytes 2000000 --piece-bytes 70000": {"slab_bytes": 2_000_000, "piece_bytes": 70_000},
     "--no-pin-memory --activation-waits": {"pin_memory": False, "activation_waits": True},
 }
-"""What each command line sets."""
+"""Command lines, and the settings that each gives."""
 
 
 def test_every_setting_has_an_option_whose_help_is_a_sentence():

@@ -321,10 +321,17 @@ def config_refusals(cfg: Any) -> Iterator[str]:
 
 
 def misspelt_flags(cfg: Any) -> Iterator[str]:
-    """Yield each attribute that is almost the flag, or is the flag of another section: nothing would read it."""
-    for section, owner in {"": cfg, **vars(cfg)}.items():
-        own = {name: value for name, value in getattr(owner, "__dict__", {}).items() if not hasattr(type(owner), name)}
+    """Yield each attribute that is almost the flag, or is the flag of another section: nothing would read it.
+
+    Not meant are attributes that a class declares, sections of the user's own, and names that speak of loads.
+    """
+    declared = getattr(cfg, "__dataclass_fields__", vars(cfg))
+    for section, owner in {"": cfg, **{name: value for name, value in vars(cfg).items() if name in declared}}.items():
+        known = {*dir(type(owner)), *getattr(owner, "__dataclass_fields__", ())}
+        own = {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in known}
         for name in difflib.get_close_matches(FLAG, own, cutoff=0.82):
+            if re.match("(re)?load", name):
+                continue
             if own[name] is True and (section, name) != ("optimizer", FLAG):
                 place = f"{section}.{name}".removeprefix(".")
                 yield f"{place}=True: there is no such setting: leave it out, or set optimizer.{FLAG}=True"

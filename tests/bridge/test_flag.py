@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 import bridge_fgo
-from bridge_fgo.bridge import before_training, compat, settings
+from bridge_fgo.bridge import before_training, compat, refusals, settings
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 from bridge_fgo.config import OffloadConfig
 
@@ -381,6 +381,18 @@ def test_a_flag_of_another_name_or_in_another_section_is_refused_by_its_own(inst
     said = rf"^{place}{'.' * bool(place)}{name}=True: .* set optimizer\.{FLAG}=True"
     with pytest.raises(ValueError, match=said):
         config.validate()
+
+
+def test_a_section_of_the_users_own_a_field_of_almost_that_name_and_what_speaks_of_loads_are_no_flags(installed):
+    @dataclasses.dataclass(kw_only=True)
+    class Mine(type(make_container().optimizer)):
+        offload_optimizer: bool
+
+    config = make_container(offload=False)
+    config.mine = SimpleNamespace(offload_optimizer=True, **{FLAG: True})
+    config.model.load_optimizer_states = config.model.reload_optimizer_states = True
+    config.optimizer = Mine(**vars(config.optimizer), offload_optimizer=True)
+    assert list(refusals.misspelt_flags(config)) == []
 
 
 def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(installed, caplog):

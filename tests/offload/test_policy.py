@@ -29,6 +29,7 @@ def test_what_is_held_stays_under_the_limit_and_what_comes_back_need_not_leave_a
     for held, peak in zip(plan.leave, profile.intervals, strict=True):
         assert held == 0 or held + peak <= limit
     assert plan.step + profile.step <= max(limit, profile.step + 2 * max(parts))
+    assert profile.peak == max(*profile.intervals, profile.step), "the step counts too"
     plan = plan_holding(profile, limit, staying=0, part_bytes=parts)
     for i, come in enumerate(plan.come):
         assert come == min([*plan.leave[i:], plan.step])

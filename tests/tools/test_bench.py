@@ -201,7 +201,7 @@ def test_without_a_second_save_there_is_no_stall(saves):
 
 
 SECONDS = {"resident": RESIDENT, "hybrid": [2.0] * 9, "fsdp_resident": [0.4] * 9, "fsdp": [0.65] * 9}
-"""Of the steps of made-up arms; of others `OFFLOADED`."""
+"""Seconds of the steps of made-up arms; those of others are `OFFLOADED`."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the plan says of jobs that are made by hand: whether they fit, gradients that leave, sleeps and wakes."""
+"""The plan of jobs that are made by hand: whether they fit, gradients that leave, sleeps and wakes."""
 
 import json
 import re
@@ -204,7 +204,7 @@ def plan_of(microbatches: int, buckets, offload: OffloadConfig, activations=80 *
         (4, EIGHT, OFF, 100, 80, None),  # with the bucket that a backward needs the next one
         (4, EIGHT, replace(OFF, gpu_memory_budget_gib=500.0), 100, 80, "with a budget: figures are those of all grad"),
         (1, LARGE, LAZY, 140, 0, None),  # 60 of 80 GB of activations are left as the large bucket comes
-        # Which is there from the beginning, with both others.
+        # The large one is there from the beginning, with both others.
         (4, LARGE, OFF, 160, 20, r"60.00 GB on stage 0 stay, in buckets with more than a fourth"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the plan says of states, gradients, sleeps and Megatron-FSDP's buckets is what trainings on the CPU have."""
+"""The plan's states, gradients, sleeps and Megatron-FSDP's buckets are those of trainings on the CPU."""
 
 import json
 from dataclasses import asdict, replace

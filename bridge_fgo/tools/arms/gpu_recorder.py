@@ -1,4 +1,4 @@
-"""What an arm measures of its run and writes down: a callback of Bridge's, the clock of a step's phases, its trace."""
+"""Measures an arm's run and writes its events, as a callback of Bridge's; times the phases of a step, and traces it."""
 
 from __future__ import annotations
 

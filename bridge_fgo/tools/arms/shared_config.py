@@ -1,4 +1,4 @@
-"""What arms have in common: a process before `pretrain()`, a GPT on made-up data, every section but the model's."""
+"""Sets up an arm's process before `pretrain()`, and makes a GPT on made-up data and every section but the model's."""
 
 from __future__ import annotations
 

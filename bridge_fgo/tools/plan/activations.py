@@ -161,7 +161,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     stops = [*starts[1:], len(whole)]
     logits = 0
     if stage == job.parallel.pipeline - 1:
-        # Of the rank's output layer, or of the embedding that it shares.
+        # The rows are those of the rank's output layer, or of the embedding that it shares.
         sizes = {tensor.name.rpartition(".")[0]: tensor.numel for tensor in job.tensors(stage)}
         own = [size for name, size in sizes.items() if name.endswith("output_layer")]
         shared = [size for name, size in sizes.items() if name.endswith("word_embeddings")]

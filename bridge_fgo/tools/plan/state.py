@@ -70,7 +70,7 @@ def sum_of(
         parts += layouts
         host_bytes -= sum(slab.layout.nbytes for part in layouts for slab in part.slabs)
         masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
-    # What no state has of storages that others hold views of: they leave whole.
+    # Storages that others hold views of leave whole, with bytes that no state has.
     whole = [slab for part in parts for slab in part.slabs if any(state.home is not None for state in slab.states)]
     padding = sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
     sizes = [size_of(part) for part in parts]
