@@ -279,17 +279,6 @@ def _error(act: Callable[[], object], or_none: bool = False) -> str:
     return ""
 
 
-def train_in_context(rank: int, job: Job) -> dict[str, Any]:
-    """Run as a rank of a training that, where `job.offload` says so, steps in `Residency.training_step`."""
-    seen: dict[str, Any] = {}
-    with bridge_fgo.install(CONFIG), Rank(CpuOptions(**job.changes), rank, job) as run:
-        res = bridge_fgo.Residency(run.model, run.optimizer) if job.offload else None
-        for _ in range(job.steps):
-            with contextlib.nullcontext() if res is None else res.training_step(run.options.microbatches):
-                step(run, seen)
-        return gathered(run, seen)
-
-
 def save_by_verl(rank: int, job: Job, modules: str) -> dict[str, Any]:
     """Run as a rank of a training that is saved asleep by verl's engine; return the sums of weights, and what is away.
 
