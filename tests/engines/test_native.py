@@ -66,6 +66,18 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
     assert "fraction" in training.engine.resident_note()
 
 
+def test_a_tensor_that_somebody_replaced_is_taken_in():
+    training, optimizer = make()
+    training.update()
+    most_released(training)
+    optimizer.optimizer.state[masters_of(optimizer)[2]]["exp_avg"] = loaded = torch.randn(SIZES[2])
+    expected = loaded.clone()
+    training.begin()
+    assert live(optimizer) == 0
+    training.engine.require_readable()
+    assert torch.equal(optimizer.optimizer.state[masters_of(optimizer)[2]]["exp_avg"], expected)
+
+
 def test_a_tensor_that_somebody_replaced_by_one_of_another_dtype_is_an_error_that_loses_nothing():
     training, optimizer = make()
     training.update()
