@@ -1,6 +1,7 @@
 """Processes of tests that have their imports already, because they are forked: what a case pays for is the case."""
 
 import contextlib
+import math
 import multiprocessing
 import multiprocessing.util
 import os
@@ -8,6 +9,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from bridge_fgo.tools.arms.runner import POLL_SECONDS, launcher
 from bridge_fgo.tools.arms.shared_config import ATTENTION_VARIABLES
 
 PATIENCE = 300
@@ -103,17 +106,17 @@ class Program:
         self._child.kill()
 
 
-class Ranks:
+class LaunchedRanks:
     """The processes that `runner.launcher` starts, as `subprocess.Popen` of its command: all end when one fails."""
-
-    LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
     def __init__(self, server: Server, command: list[str], env: dict[str, str], **options) -> None:
         python, *words = command
         several: list[dict[str, str]] = [{}]
-        if tuple(words[:4]) == self.LAUNCHER:
-            several, words = self._told_by_torchrun(int(words[4])), words[5:]
+        if (begin := [*launcher(2)[:-1]]) == words[: len(begin)]:
+            ranks, *words = words[len(begin) :]
+            several = self._told_by_torchrun(int(ranks))
         self._programs = [Program(server, [python, *words], env=env | rank, **options) for rank in several]
+        self._failed = 0  # status of the rank that failed first
         self.returncode: int | None = None
 
     def _told_by_torchrun(self, ranks: int) -> list[dict[str, str]]:
@@ -127,19 +130,21 @@ class Ranks:
         return [{name: str(value) for name, value in of_rank.items()} for of_rank in each]
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            ended = [program.poll() for program in self._programs]
-            failed = next(filter(None, ended), 0)
-            if failed:
-                self.kill()
-            if failed or None not in ended:
-                self.returncode = failed
+        ended = [program.poll() for program in self._programs]
+        self._failed = self._failed or next(filter(None, ended), 0)
+        if None not in ended:
+            self.returncode = self._failed
+        elif self._failed:
+            self.kill()
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        if None in [program.wait(timeout) for program in self._programs]:
-            raise subprocess.TimeoutExpired("ranks", timeout or 0)
-        return self.poll()
+    def wait(self, timeout: float = math.inf) -> int:
+        end = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("ranks", timeout)
+            time.sleep(POLL_SECONDS)
+        return status
 
     def kill(self) -> None:
         for program in self._programs:
@@ -218,5 +223,5 @@ def end_as(asked: dict) -> None:
     Path(asked["imported"]).write_text("\n".join(sys.modules))
     sys.stdout.flush()
     sys.stderr.flush()
-    multiprocessing.util._exit_function()  # of what it has started: a process that lives on would keep its GPU memory
+    multiprocessing.util._exit_function()  # ends what it has started, which would keep GPU memory
     os._exit(status)  # Python takes five seconds to take down what was imported

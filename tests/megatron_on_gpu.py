@@ -1,4 +1,4 @@
-"""Imported by the process that arms are forked from: Megatron, without a call of CUDA, which no fork outlives."""
+"""Imports Megatron in the process that arms are forked from, without CUDA: no fork can use it once it has begun."""
 
 import importlib
 import sys

@@ -328,11 +328,9 @@ def misspelt_flags(cfg: Any) -> Iterator[str]:
     declared = getattr(cfg, "__dataclass_fields__", vars(cfg))
     for section, owner in {"": cfg, **{name: value for name, value in vars(cfg).items() if name in declared}}.items():
         known = {*dir(type(owner)), *getattr(owner, "__dataclass_fields__", ())}
-        own = {name: value for name, value in getattr(owner, "__dict__", {}).items() if name not in known}
-        for name in difflib.get_close_matches(FLAG, own, cutoff=0.82):
-            if re.match("(re)?load", name):
-                continue
-            if own[name] is True and (section, name) != ("optimizer", FLAG):
+        given = {name for name, value in getattr(owner, "__dict__", {}).items() if value is True} - known
+        for name in difflib.get_close_matches(FLAG, given, cutoff=0.82):
+            if not name.startswith(("load", "reload")) and (section, name) != ("optimizer", FLAG):
                 place = f"{section}.{name}".removeprefix(".")
                 yield f"{place}=True: there is no such setting: leave it out, or set optimizer.{FLAG}=True"
 

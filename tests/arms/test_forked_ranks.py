@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from children import RANKS
-from forked import Ranks
+from forked import LaunchedRanks
 
 from bridge_fgo.tools.arms.runner import launcher
 
@@ -29,14 +29,13 @@ def test_ranks_meet_and_all_end_as_soon_as_one_fails_or_they_are_ended(tmp_path,
     script, log = tmp_path / "sums.py", tmp_path / "log"
     script.write_text(SUMS)
     with log.open("wb") as out:
-        ranks = Ranks(RANKS, [sys.executable, *launcher(2), str(script), how], env={"GIVEN": how}, stdout=out)
+        command = [sys.executable, *launcher(2), str(script), how]
+        ranks = LaunchedRanks(RANKS, command, env={"GIVEN": how}, stdout=out)
     if how == "hang":
         with pytest.raises(subprocess.TimeoutExpired):
             ranks.wait(timeout=2)
         assert ranks.poll() is None
         ranks.terminate()
-    while ranks.poll() is None:
-        pass
     assert ranks.wait(timeout=60) == status
     if how != "hang":
         assert sorted(log.read_text().split("\n")) == ["", f"3.0 0 {how}", f"3.0 1 {how}"]

@@ -128,7 +128,7 @@ def test_what_has_memory_at_each_point_of_a_step(kind, name):
                 elif config is LAZY:
                     assert states == {"HERE"} and held == gradients.nbytes
                 elif what == "forward ends":
-                    assert stays < held <= stays + AHEAD * max(moving), "what comes early alone"
+                    assert stays < held <= stays + AHEAD * max(moving), "only what is prefetched"
             assert len(points) == 2 * a_pass * (2 if kind == "rerun" and number == 1 else 1) + 1
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from forked import Ranks, Server
+from forked import LaunchedRanks, Server
 
 from bridge_fgo.tools.arms import runner
 
@@ -49,7 +49,7 @@ def arms_are_forked() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    forking = vars(subprocess) | {"Popen": partial(Ranks, Server("megatron_on_gpu"))}
+    forking = vars(subprocess) | {"Popen": partial(LaunchedRanks, Server("megatron_on_gpu"))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "subprocess", SimpleNamespace(**forking))
         yield

@@ -37,6 +37,7 @@ PRECISION_AWARE = ("--precision-aware", "--moments-dtype", "bf16")
 PACKED = ("--master-remainders",)
 """For runs that are over before masters are packed by default."""
 EXPERTS = ("--experts", "4", "--topk", "2")
+ACTIVATIONS = ("--offload-activations", "core_attn,attn_proj,mlp_norm,qkv_linear")
 
 
 def arm(name: str, folder: Path, *options: str, ranks: int = 1, timeout: float = 300) -> runner.ArmRun:

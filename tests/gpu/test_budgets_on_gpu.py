@@ -6,14 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu_lane import MANY_ACTIVATIONS, NEEDS_CUDA, arm
+from gpu_lane import ACTIVATIONS, MANY_ACTIVATIONS, NEEDS_CUDA, arm
 
 from bridge_fgo.tools.arms import runner
 
 # 1.1 billion parameters, 13.7 GB of masters and moments.
 LARGE = ("--layers", "16", "--hidden", "2048", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "8")
 STEPS = ("--steps", "8")
-ACTIVATIONS = ("--offload-activations", "core_attn,attn_proj,mlp_norm,qkv_linear")
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpu_lane import (
+    ACTIVATIONS,
     EXPERTS,
     FEW_ACTIVATIONS,
     MANY_ACTIVATIONS,
@@ -177,7 +178,6 @@ def test_passes_replayed_from_a_full_iteration_graph_are_bitwise_resident_in_no_
     assert reserved[1] <= reserved[0] - offloaded.result["state_bytes"] // 2
 
 
-ACTIVATIONS = ("--offload-activations", "core_attn,attn_proj,mlp_norm,qkv_linear")
 OF_EXPERTS = (
     "--grouped-experts",
     "--offload-activations",
