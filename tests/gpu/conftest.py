@@ -64,7 +64,8 @@ def arm_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     every = ",".join(str(i) for i in range(torch.cuda.device_count()))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
-    first = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % len(gpus)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = (2 * worker + worker // max(1, len(gpus) // 2)) % len(gpus)  # pairs of their own, then what lies between
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(gpus[first:] + gpus[:first]))
 
 

@@ -120,8 +120,9 @@ def test_gradients_cross_no_link_and_parameters_alone_wake_by_their_16_bits() ->
     run = arm("--sleep", "whole")
     weights = 2 * run["parameters"]
     alone = [p for p in run["phases"] if p["verb"] == "reload" and p["what"] == ["params"] and "optimizer" in p["away"]]
-    assert len(alone) == 6 and alone[0]["copied"] <= 1.01 * 2 * weights  # whole masters, until it is known
-    assert all(phase["copied"] <= 1.01 * weights for phase in alone[1:])
+    most, *others = sorted((phase["copied"] for phase in alone), reverse=True)
+    assert len(others) == 5 and most <= 1.01 * 2 * weights  # one by whole masters: the first time that they stay away
+    assert others[0] <= 1.01 * weights
     assert not any((p["copied_by_kind"] or {}).get("grads") for p in run["phases"])
 
 
