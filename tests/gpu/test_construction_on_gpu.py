@@ -24,17 +24,22 @@ LARGE = (
 )  # fmt: skip
 SLACK = 64 * 2**20
 """Bytes for what libraries take of the allocator, for padding, and for rounding."""
+MERGED = 24 * 2 * 8192 * 2048 * 2
+"""Bytes of the first products of all gated MLPs, which mcore makes anew in a load, of halves that it saves apart
+(`sh_ten_merge_fn`). They are there until the states are loaded, in a resident run too."""
 SAVED, STEPS = 4, 8
 
 
-def assert_set_up_in_two_parts(run: runner.ArmRun, hidden: int) -> None:
+def assert_set_up_in_two_parts(run: runner.ArmRun, hidden: int, beside: int = 0) -> None:
     """Checks the peak from when weights and gradients are there until training starts, through a load if any.
 
     A part is of the size that is aimed for, or of the states of the largest tensor, which are those of the embedding.
     """
     result = run.result
-    two_parts = 2 * max(isqrt(result["state_bytes"] * BYTES_WHILE_ENQUEUING), 12 * VOCABULARY * hidden)
-    assert result["peak_setup_bytes"] <= result["model_bytes"] + two_parts + SLACK, result
+    numel = result["model_bytes"] // 6  # weights in bf16 and gradients in fp32
+    largest = result["state_bytes"] * VOCABULARY * hidden // numel
+    two_parts = 2 * max(isqrt(result["state_bytes"] * BYTES_WHILE_ENQUEUING), largest)
+    assert result["peak_setup_bytes"] <= result["model_bytes"] + two_parts + beside + SLACK, result
 
 
 @pytest.mark.gpu
@@ -51,7 +56,8 @@ def test_building_and_loading_hold_weights_gradients_and_two_parts(tmp_path: Pat
         fresh = arm("fresh", tmp_path, *MIDDLE, *options, *save, "--offload", "on", timeout=400)
         assert_set_up_in_two_parts(fresh, hidden=2048)
         resumed = arm("resumed", tmp_path, *MIDDLE, *options, *load, "--offload", "on", timeout=400)
-        assert_set_up_in_two_parts(resumed, hidden=2048)
+        # States in 16 bits are loaded on the GPU, where the merged weights are by then; others on the host.
+        assert_set_up_in_two_parts(resumed, hidden=2048, beside=MERGED if options == PRECISION_AWARE else 0)
         resident = arm("resident", tmp_path, *MIDDLE, *options, *load, "--offload", "off", timeout=400)
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # three of them would fill a disk
