@@ -40,9 +40,12 @@ def kinds(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
 
 
+EXPANDABLE = "expandable_segments:True"
+
+
 @cache
-def arm(*options: str, allocator: str = "") -> dict[str, Any]:
-    """Returns what an arm prints; each runs once. allocator: settings of PyTorch's."""
+def arm(*options: str, allocator: str = "expandable_segments:False") -> dict[str, Any]:
+    """Returns what an arm prints; each runs once. allocator: settings of PyTorch's, whatever the environment has."""
     sharing = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
     return printed("phases_arm", "--sharing", sharing, *options, allocator=allocator, timeout=900)
 
@@ -61,8 +64,7 @@ def test_training_that_sleeps_is_bitwise_a_resident_one(kind: str, masters: str)
 
 def test_expandable_segments_change_no_bit_and_all_memory_goes_to_the_driver() -> None:
     """Their pages are of 2 MiB: what is still used of a segment keeps no more than its own."""
-    allocator = "expandable_segments:True"
-    resident, sleeping = (arm("--sleep", sleep, "--layers", "4", allocator=allocator) for sleep in ("never", "whole"))
+    resident, sleeping = (arm("--sleep", sleep, "--layers", "4", allocator=EXPANDABLE) for sleep in ("never", "whole"))
     assert (sleeping["losses"], sleeping["sums"]) == (resident["losses"], resident["sums"])
     for phase in [p for p in sleeping["phases"] if p["verb"] == "offload" and not p["what"]]:
         returned, wanted = phase["after"]["free"] - phase["before"]["free"], 18 * sleeping["parameters"]
@@ -96,10 +98,14 @@ def test_a_sleep_gives_the_memory_to_the_driver_and_takes_the_same_each_time(mas
     assert len(set(run["pinned"])) == 1  # nothing is pinned after the beginning
 
 
-@pytest.mark.parametrize("masters", ["whole", "packed"])
-def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str) -> None:
+@pytest.mark.parametrize(
+    ("masters", "allocator"),
+    [("whole", {}), ("packed", {}), ("whole", {"allocator": EXPANDABLE})],
+    ids=["whole", "packed", "whole-expandable"],
+)
+def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str, allocator: dict[str, str]) -> None:
     """Or that in which the driver takes back, or gives, its memory, where that is longer: 29 GB take some 0.12 s."""
-    run = arm("--sleep", masters)
+    run = arm("--sleep", masters, **allocator)
     late = []
     print(f"\nthe driver's GB/s: {run['driver']['out'] / 1e9:.0f} taken back, {run['driver']['back'] / 1e9:.0f} given")
     for phase in run["phases"]:
