@@ -10,7 +10,6 @@ streams at their ends; nor do these wrappers.
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections import Counter
 from typing import Any, override
 
@@ -97,17 +96,20 @@ def _where_wanted(act: Wrapper) -> Wrapper:
 
 @_where_wanted
 def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have backward wait for the D2H of a tensor that it copies back itself.
+    """Have backward wait for the D2H of a tensor that it copies back itself, and for the H2D that nobody waited for.
 
     Race: a tensor whose group was not prefetched is copied back on the stream of backward at once, while its own D2H
     may still write the host buffer. No group is prefetched in the first step, nor is the first one of a backward that
-    follows no other.
+    follows no other. Where such a group encloses others (`mlp_norm` experts, `attn_norm` attention), the first of these
+    prefetches it: backward waits for prefetches where a group begins, and has passed that.
     """
     tag = args[0] if args else kwargs["tensor_tag"]
     if not isinstance(tag, torch.Tensor):
         group = instance.offload_groups[tag[0] - 1]
         if isinstance(group._tensors.get(tag), tuple):  # it is on the host
             group.wait_offload_event(torch.cuda.current_stream())
+        elif group in instance._reloading_group:
+            group.wait_reload_event(torch.cuda.current_stream())
     return wrapped(*args, **kwargs)
 
 
@@ -144,23 +146,21 @@ class _InPieces(TorchFunctionMode):
 
 @_where_wanted
 def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy a saved tensor to the host in pieces, if in mcore's first iteration its node has the memory.
+    """Copy a saved tensor to the host in pieces, if its node has the memory where mcore has no buffer for it.
 
-    That makes all copies: every microbatch in flight copies all its groups out. Of experts each copy is counted as one
-    more, because mcore keeps none of theirs.
+    mcore has none in its first iteration, nor for a tensor of another shape later. Copies of experts it does not keep:
+    each counts as one more in the first iteration, and as none later.
 
     Raises:
         ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
     """
     if (pool := getattr(instance, "cpu_tensor_pool", None)) is None:  # a static method before mcore had its pool
         return wrapped(*args, **kwargs)
-    if instance.is_warmup:
-        call = inspect.signature(wrapped).bind(*args, **kwargs).arguments
-        tensor = call["src_tensor"]
-        of_size = pool._pools.get((tensor.shape, tensor.dtype), {})
-        if not (call.get("use_cpu_pool", True) and of_size.get("free")):
-            to_do = "take modules out of model.offload_modules"
-            _refuse_shortage(power_of_two_at_least(tensor.nbytes), f"model.{ON}=True: mcore", to_do)
+    tensor = args[0] if args else kwargs["src_tensor"]
+    of_shape = pool._pools.get((tensor.shape, tensor.dtype), {})
+    if not of_shape.get("free") if kwargs.get("use_cpu_pool", True) else instance.is_warmup:
+        to_do = "take modules out of model.offload_modules"
+        _refuse_shortage(power_of_two_at_least(tensor.nbytes), f"model.{ON}=True: mcore", to_do)
     if not hasattr(pool, PIECES):
         setattr(pool, PIECES, _InPieces())
     # mcore delays some copies until after a layer's graph. It makes them in forward, where autograd records.
@@ -228,9 +228,10 @@ def takes_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
 
 def resets_pool(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Forget the reads of an iteration, all of which its backward has waited for.
+    """Wait for an iteration's last reads of host buffers, also of what no backward has taken.
 
     The next iteration may be captured into a graph, where no older event can be waited for.
     """
-    vars(instance).pop(READS, None)
+    for read in vars(instance).pop(READS, {}).values():
+        torch.cuda.current_stream().wait_event(read)
     wrapped(*args, **kwargs)

@@ -15,8 +15,8 @@ from bridge_fgo.bridge.before_training import validate_config
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-NAMES = ("qkv_linear", "core_attn", "moe_act")
-"""Groups of a layer; the last takes its host buffers from PyTorch, not from mcore's pool."""
+NAMES = ("qkv_linear", "core_attn", ("mlp_norm", "moe_act"))
+"""Groups of a layer. One encloses the last, which takes its host buffers from PyTorch, not from mcore's pool."""
 LAYERS = 3
 ONE_STAGE = "F0 B0 F1 B1"
 """Microbatches' forwards and backwards in an iteration."""
@@ -26,22 +26,22 @@ INTERLEAVED = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
 
 
 class Module(torch.autograd.Function):
-    """Halves the squares of a matrix's elements. Backward takes two saved tensors, one of them transposed."""
+    """Halves the squares of a matrix's elements. Backward takes two saved tensors, one of them transposed.
+
+    Or, where it is `linear`, it takes none of those that it has saved.
+    """
 
     @staticmethod
-    def forward(ctx, tensor, order):
+    def forward(ctx, tensor, order, linear):
         ctx.save_for_backward(tensor, tensor.t())
-        ctx.order = order
-        result = tensor * tensor / 2
+        ctx.linear = linear
+        result = tensor / 2 if linear else tensor * tensor / 2
         order.write(order.place(result))
         return result
 
     @staticmethod
     def backward(ctx, grad):
-        saved, transposed = ctx.saved_tensors
-        for tensor in (saved, transposed):
-            ctx.order.read(ctx.order.place(tensor))
-        return grad * saved, None
+        return (grad / 2 if ctx.linear else grad * ctx.saved_tensors[0]), None, None
 
 
 class Order(StreamOrder):
@@ -124,11 +124,17 @@ def offload(cpu_standins, monkeypatch):
             order.made(tensor)
         return tensor
 
+    def taken(manager, saved, real=module.PipelineOffloadManager.on_get_saved_tensor):
+        tensor = real(manager, saved)
+        order.read(order.place(tensor))
+        return tensor
+
     for name, made_up in {
         "Stream": Stream, "Event": Event, "current_stream": lambda device=None: Stream(order.current),
         "stream": lambda stream: order.on(stream.name), "is_current_stream_capturing": lambda: False,
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, made_up)
+    monkeypatch.setattr(module.PipelineOffloadManager, "on_get_saved_tensor", taken)
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "copy_", copies)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
@@ -140,13 +146,23 @@ def offload(cpu_standins, monkeypatch):
     module.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS):
+def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS, linear=()):
     """Train by mcore's verbs, as its pipeline schedules call them.
 
-    rows: of the matrix, in each iteration and microbatch. layers: names of each layer's groups.
+    rows: of the matrix, in each iteration and microbatch. layers: names of each layer's groups; of one that encloses
+    others first its own. linear: those of which backward takes nothing.
     """
     offload.module.PipelineOffloadManager.reset_instance()
     verbs = offload.module.FineGrainedActivationOffloadingInterface
+
+    def run(tensor, name, *enclosed):
+        group = verbs(True, tensor, name)
+        with group as tensor:
+            tensor = Module.apply(tensor, offload.order, name in linear)
+        for each in enclosed:
+            tensor = run(tensor, each)
+        return group.group_offload(tensor)
+
     for of_iteration in rows:
         ends = {}
         offload.order.iteration += 1
@@ -157,11 +173,8 @@ def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS):
             microbatch, _, chunk = word[1:].partition(".")
             verbs.init_chunk_handler(0, 2 if chunk else None, int(chunk or 0), 1, 0, 1.0)
             tensor = torch.randn(of_iteration[int(microbatch)], 3, requires_grad=True)
-            for name in itertools.chain(*layers):
-                group = verbs(True, tensor, name)
-                with group as tensor:
-                    result = Module.apply(tensor, offload.order)
-                tensor = group.group_offload(result)
+            for names in itertools.chain(*layers):
+                tensor = run(tensor, *([names] if isinstance(names, str) else names))
             ends[word[1:]] = tensor
         verbs.reset()
 
@@ -208,6 +221,12 @@ def test_with_the_waits_nothing_races_nor_if_copies_to_the_host_are_in_pieces(
     with waits():
         train(offload, schedule, rows)
     assert ({nbytes for _, nbytes in offload.order.copied} >= {8, 16}) is (piece_bytes == 16)
+
+
+@EVERY
+def test_what_comes_back_and_no_backward_takes_is_read_before_its_host_buffer_is_written_again(offload, waits, schedule):
+    with waits():
+        train(offload, schedule, LENGTHS[:1] * 2, linear=["mlp_norm"])
 
 
 @EVERY
@@ -349,6 +368,9 @@ def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first
         monkeypatch.setattr(activation_offload, "_pinned_for_states", 3 * 2**30)
         with pytest.raises(ValueError, match=r"3\.00 GiB for optimizer states: take modules out of model\.offload"):
             train(offload, schedule, layers=of_pool)
+        host.free = needed
+        with pytest.raises(ValueError, match=r"each rank of this node can have 0\.00 GiB"):
+            train(offload, schedule, LENGTHS, layers=of_pool)  # of another length mcore makes buffers later
 
 
 def test_host_memory_for_activations_of_experts_is_refused_too(offload, waits, host):
