@@ -224,7 +224,7 @@ def test_with_the_waits_nothing_races_nor_if_copies_to_the_host_are_in_pieces(
 
 
 @EVERY
-def test_what_comes_back_and_no_backward_takes_is_read_before_its_host_buffer_is_written_again(offload, waits, schedule):
+def test_what_no_backward_takes_is_copied_back_before_its_host_buffer_is_written_again(offload, waits, schedule):
     with waits():
         train(offload, schedule, LENGTHS[:1] * 2, linear=["mlp_norm"])
 
