@@ -107,7 +107,7 @@ class Training:
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
         self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)
         self.schedule = meter.schedule = self.engine.schedule
-        self.schedule.signature = 1
+        self.schedule.kind = 1
         self.said = []
         self.schedule.holding.warn = self.said.append
         for source, optimizer in zip(self.sources, self.optimizers, strict=True):
@@ -206,7 +206,7 @@ class Training:
         self.end_step()
 
     def step(self, seed=None, passes=1, skip=False, points=POINTS, is_saved_next=False):
-        with self.engine.training_step(self.schedule.signature, is_saved_next):
+        with self.engine.training_step(self.schedule.kind, is_saved_next):
             for _ in range(passes):
                 self.run_pass(points)
             if not skip:

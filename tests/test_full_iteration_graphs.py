@@ -141,7 +141,7 @@ def test_only_a_replayed_pass_is_measured_and_goes_by_a_plan_and_a_graph_that_co
             engine = session_of(run).engine
             planned.append(engine.schedule.is_planned)
             counted.append(meter.count_graphs.call_count)
-            measured.append(bool(engine.schedule.holding.plans_for(engine.schedule.signature)))
+            measured.append(bool(engine.schedule.holding.plans_for(engine.schedule.kind)))
     assert schedule.modes == MODES
     assert measured == [False] * 3 + [True] * (STEPS - 3)
     assert planned == [False] * 4 + [True] * (STEPS - 4)
@@ -156,7 +156,7 @@ def test_what_is_run_again_eagerly_goes_by_no_plan(monkeypatch, meter):
         attached = session_of(run)
         schedule = attached.engine.schedule
         assert schedule.ledger.nbytes, "the plan holds states in a replayed pass"
-        with attached.training_step(run.model, schedule.signature):
+        with attached.training_step(run.model, schedule.kind):
             attached.begin_pass(is_replayed=True)
             attached.release()
             assert schedule.ledger.nbytes

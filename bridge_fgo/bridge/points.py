@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from bridge_fgo.offload.profile import Mark
 
 Point = Callable[[Mark], bool]  # returns False where nothing may move, and so its backward is none either
-Forward = Callable[[int, int], None]  # of a layer's number, and the bytes that go into it (`Engine.forward`)
 
 
 class ModelPoints:
@@ -30,9 +29,9 @@ class ModelPoints:
         self._layers: weakref.WeakKeyDictionary[Module, list[Layer]] = weakref.WeakKeyDictionary()
         self._hook = PointHook(None)
 
-    def begin_pass(self, forward: Forward | None = None) -> None:
-        """Begin a pass, perhaps anew; `forward` is called in place of the points, for layers that are watched."""
-        self._hook.begin_pass(forward)
+    def begin_pass(self, is_watching: bool = False) -> None:
+        """Begin a pass, perhaps anew; where `is_watching`, only forwards of layers that are watched are points."""
+        self._hook.begin_pass(is_watching)
 
     @contextmanager
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
@@ -66,17 +65,15 @@ class PointHook:
         self._hang()
 
     def _start(self) -> None:
-        self._forward: Forward | None = None
         self._live = 0
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
         """Bytes of the forwards of a layer, by its number, that are run again before their backward."""
 
-    def begin_pass(self, forward: Forward | None = None) -> None:
-        """Forget what was live in an earlier pass of the step; `forward` as in `ModelPoints.begin_pass`."""
+    def begin_pass(self, is_watching: bool) -> None:
+        """Forget what was live in an earlier pass of the step; `is_watching` as in `ModelPoints.begin_pass`."""
         self._start()
-        self._forward = forward
-        if self.is_watching != (forward is not None):
-            self.is_watching = not self.is_watching
+        if self.is_watching != is_watching:
+            self.is_watching = is_watching
             self._hang()
 
     def _hang(self) -> None:
@@ -96,16 +93,16 @@ class PointHook:
     def end(self) -> None:
         """End the step, also for whoever has copied the hooks."""
         self._take_down()
-        self._point, self._forward, self._every = None, None, ()
+        self._point, self._every = None, ()
 
     def _watch(self, number: int, module: Module, args: Any, kwargs: Any) -> None:
-        if self._forward is None:
+        if self._point is None:
             return
         nbytes = 0
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor):
                 nbytes += value.nbytes
-        self._forward(number, nbytes)
+        self._point(Mark(number, nbytes, 0))
 
     def before_forward(self, number: int, layer: Layer, module: Module, args: Any, kwargs: Any) -> None:
         """Report that a layer's forward begins, and that its backward has ended once its input has a gradient.

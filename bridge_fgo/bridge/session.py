@@ -231,7 +231,7 @@ class Session:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
-        self._points.begin_pass(self.engine.forward if self.engine.checks_inputs_only else None)
+        self._points.begin_pass(self.engine.checks_inputs_only)
 
     def _point(self, mark: Mark) -> bool:
         if self.closed:  # within the step, for whose length the hooks hang

@@ -33,7 +33,7 @@ class Engine(ABC):
     traffic: Traffic  # what has moved so far, and what it cost the host
     pin_seconds = 0.0  # host time that page-locking took, before training
     watches_points = False  # whether `point` is of use
-    checks_inputs_only = False  # whether every state stays in this pass; only input sizes are checked, by `forward`
+    checks_inputs_only = False  # whether every state stays in this pass; only input sizes are checked
     awaits_ranks = False  # whether `end_step` is a collective of all ranks
     # whether an error ended an optimizer step after some parameters were updated and before others were
     is_torn = False
@@ -100,11 +100,11 @@ class Engine(ABC):
         """Give GPU memory back: nothing reads the states any more until the optimizer steps."""
 
     def point(self, mark: Mark) -> bool:
-        """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph."""
-        return True
+        """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph.
 
-    def forward(self, layer: int, nbytes: int) -> None:  # noqa: B027
-        """Compare the bytes of a layer's inputs with measured ones as its forward begins, if `checks_inputs_only`."""
+        Where the engine `checks_inputs_only`, watched forwards are all of the points, and nothing counts as live.
+        """
+        return True
 
     @abstractmethod
     def reload(self) -> None:

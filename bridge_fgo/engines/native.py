@@ -194,7 +194,7 @@ class NativeEngine(CheckpointingEngine):
     @contextmanager
     @override
     def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
-        self.schedule.signature = kind
+        self.schedule.kind = kind
         self._stepped = None
         self._is_saved_next = is_saved_next
         try:
@@ -239,11 +239,6 @@ class NativeEngine(CheckpointingEngine):
     @override
     def awaits_ranks(self) -> bool:
         return self.schedule.holding.awaits_ranks
-
-    @override
-    def forward(self, layer: int, nbytes: int) -> None:
-        if not self.schedule.transfers.capturing():
-            self.schedule.forward(layer, nbytes)
 
     @override
     def reload(self) -> None:

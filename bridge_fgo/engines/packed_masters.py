@@ -58,15 +58,12 @@ class PackedMasters:
         # those whose masters were brought back though the weights had changed, and were not written since
         self._lost: set[Source] = set()
 
-    def _packable(self, sources: Iterable[Source]) -> list[SlabRemainders]:
-        """Return the codecs of the masters of some sources that may be packed."""
+    def _packable(self, sources: Iterable[Source], encoded: bool = False) -> list[SlabRemainders]:
+        """Return the codecs of some sources' masters that may be packed; of those only that are now, if `encoded`."""
         slabs = (slab for source in sources for slab in self._offloaded[source].slabs)
-        return [slab.codec for slab in slabs if isinstance(slab.codec, SlabRemainders)]
-
-    def _encoded(self, sources: Iterable[Source]) -> list[SlabRemainders]:
-        """Return the codecs of slabs whose masters are on the GPU in part only, of some sources."""
-        slabs = (slab for source in sources for slab in self._offloaded[source].slabs if slab.is_encoded)
-        return [slab.codec for slab in slabs if isinstance(slab.codec, SlabRemainders)]
+        return [
+            slab.codec for slab in slabs if isinstance(slab.codec, SlabRemainders) and (slab.is_encoded or not encoded)
+        ]
 
     # As masters leave, and return.
 
@@ -162,7 +159,7 @@ class PackedMasters:
         Of masters that left whole that is noted, where weights are watched.
         """
         watched = [source for source in sources if source in self._then] if self.checks_weights else []
-        encoded = self._encoded(sources)
+        encoded = self._packable(sources, encoded=True)
         if not encoded and not watched:
             return
         with self._transfers.computing():
@@ -211,7 +208,7 @@ class PackedMasters:
 
     def give_up(self, source: Source) -> None:
         """Note that masters are about to be overwritten, and lost until then where they cannot be decoded."""
-        if encoded := self._encoded([source]):
+        if encoded := self._packable([source], encoded=True):
             with self._transfers.computing():
                 if not self.remainders.can_decode(encoded):
                     self._lost.add(source)

@@ -19,6 +19,15 @@ class Mark(NamedTuple):
     live: int  # bytes that went into layers whose backward has not ended, this one's included until its own has
     is_watched: bool = True  # whether passes in which nothing moves report it too; of a forward
 
+    @property
+    def is_compared(self) -> bool:
+        """Whether passes in which nothing moves are compared by it: it is a forward that is watched."""
+        return self.layer >= 0 and self.is_watched
+
+    def bounds(self, other: Mark) -> bool:
+        """Return whether the other is of the same layer, which gets no more there, and no more is live."""
+        return self.layer == other.layer and self.nbytes >= other.nbytes and self.live >= other.live
+
 
 @dataclass(eq=False)
 class MemoryProfile:
@@ -38,41 +47,20 @@ class MemoryProfile:
     @cached_property
     def forwards(self) -> list[Mark]:
         """Marks of the forwards that are watched, in their order; of a pass that is over."""
-        return [mark for mark in self.marks if mark.layer >= 0 and mark.is_watched]
-
-    def covers(self, index: int, mark: Mark) -> bool:
-        """Return whether point `index` is a bound for `mark`: the same layer got no less, and no less was live."""
-        if not 0 < index < len(self.intervals):
-            return False
-        mine = self.marks[index - 1]
-        return mark.layer == mine.layer and mark.nbytes <= mine.nbytes and mark.live <= mine.live
-
-    def covers_forward(self, index: int, layer: int, nbytes: int) -> bool:
-        """Return whether forward number `index` of a pass is of the same layer as here, and gets no more.
-
-        In all passes of a kind a backward comes at the same place among the forwards. So no more is live at any time
-        either, and backwards tell nothing more.
-        """
-        if index >= len(self.forwards):
-            return False
-        mine = self.forwards[index]
-        return layer == mine.layer and nbytes <= mine.nbytes
+        return [mark for mark in self.marks if mark.is_compared]
 
     def can_merge(self, other: MemoryProfile) -> bool:
         """Return whether the same layers passed in the same order, and at each point one pass was the larger one."""
-        sizes = [(len(one.intervals), len(one.marks)) for one in (self, other)]
-        if self.kind != other.kind or sizes[0] != sizes[1]:
+        if self.kind != other.kind or len(self.marks) != len(other.marks):
             return False
-        pairs = zip(self.marks, other.marks, strict=True)
-        return all(a.layer == b.layer and (a.nbytes - b.nbytes) * (a.live - b.live) >= 0 for a, b in pairs)
+        return all(a.bounds(b) or b.bounds(a) for a, b in zip(self.marks, other.marks, strict=True))
 
     def merged(self, other: MemoryProfile) -> MemoryProfile:
         """Return the maximum of two profiles that can merge: at each point the mark of the larger pass."""
-        marks = zip(self.marks, other.marks, strict=True)
         return MemoryProfile(
             [max(pair) for pair in zip(self.intervals, other.intervals, strict=True)],
             max(self.step, other.step),
-            [max(pair, key=lambda mark: (mark.live, mark.nbytes)) for pair in marks],
+            [a if a.bounds(b) else b for a, b in zip(self.marks, other.marks, strict=True)],
             self.kind,
             max(self.beyond, other.beyond),
         )
@@ -91,16 +79,17 @@ class HoldPlan:
 class PassMatcher:
     """Compares one pass with the measured ones of its kind, by their `plans`.
 
-    A plan holds as long as its profile covers every point that was passed: then the pass needs no more memory up to the
-    next point than was measured. Of several plans that hold, the one whose pass needed least is followed. Where
-    `checks_inputs_only`, because every state stays, `forward` is called in place of `point`: it takes the host a third
-    of the time.
+    A plan holds as long as every mark is bounded by that of the measured pass: then the pass needs no more memory up to
+    the next point than was measured. Of several plans that hold, the one whose pass needed least is followed.
+
+    Where `checks_inputs_only`, because every state stays, the forwards that are watched are the only points: to report
+    them takes the host a third of the time. In all passes of a kind a backward comes at the same place among the
+    forwards. So where no forward gets more, no more is live at any time, and backwards tell nothing more.
     """
 
     def __init__(self, plans: Sequence[HoldPlan] = (), checks_inputs_only: bool = False) -> None:
         self.checks_inputs_only = checks_inputs_only
         self.marks: list[Mark] = []  # what has passed each point
-        self._forwards = 0  # how many forwards have begun, where these alone are compared
         self._fitting = sorted(plans, key=lambda plan: sum(plan.profile.intervals))
 
     @property
@@ -111,24 +100,19 @@ class PassMatcher:
     def point(self, mark: Mark) -> HoldPlan | None:
         """Pass a point; return the plan that was followed up to it, where another one, or none, is from now on."""
         self.marks.append(mark)
-        before, index = self.plan, len(self.marks)
-        self._fitting = [plan for plan in self._fitting if plan.profile.covers(index, mark)]
+        before = self.plan
+        self._fitting = [plan for plan in self._fitting if self._holds(plan, mark)]
         return None if self.plan is before else before
 
-    def forward(self, layer: int, nbytes: int) -> bool:
-        """Note that a layer's forward begins, with inputs of so many bytes; return whether no plan holds from it on."""
-        if not self._fitting:
-            return False
-        index, self._forwards = self._forwards, self._forwards + 1
-        self._fitting = [plan for plan in self._fitting if plan.profile.covers_forward(index, layer, nbytes)]
-        return not self._fitting
+    def _holds(self, plan: HoldPlan, mark: Mark) -> bool:
+        measured, passed = plan.profile.forwards if self.checks_inputs_only else plan.profile.marks, len(self.marks)
+        return passed <= len(measured) and measured[passed - 1].bounds(mark)
 
     @property
     def is_shorter(self) -> bool:
         """Whether every plan that holds is of a pass with more points than have been passed; only points tell."""
-        if self.checks_inputs_only:
-            return False
-        return bool(self._fitting) and all(len(plan.leave) > len(self.marks) + 1 for plan in self._fitting)
+        plans = () if self.checks_inputs_only else self._fitting
+        return bool(plans) and all(len(plan.profile.marks) > len(self.marks) for plan in plans)
 
     def known(self, plan: HoldPlan, points: int, newest: int) -> MemoryProfile:
         """Return what is known of this pass from a plan that held for its first `points` points, point 0 included.
@@ -138,7 +122,7 @@ class PassMatcher:
         """
         intervals = plan.profile.intervals[:points]
         intervals[-1] = max(intervals[-1], newest)
-        return MemoryProfile(intervals, plan.profile.step, self.marks, plan.profile.kind)
+        return MemoryProfile(intervals, plan.profile.step, [*self.marks], plan.profile.kind)
 
 
 class PeakRecorder:
@@ -148,39 +132,34 @@ class PeakRecorder:
     """
 
     def __init__(self, meter: PeakMeter, ledger: Ledger) -> None:
-        self._meter, self._ledger = meter, ledger
+        self.meter, self._ledger = meter, ledger
+        ledger.observer = weakref.WeakMethod(self._memory_changes)
         self.profile: MemoryProfile | None = None  # of the pass that is measured; None where none is
         self.in_step = False  # whether the pass is over, and the optimizer steps
         self._pass_peak = 0  # of all that was allocated in a pass that is not measured, as far as it was read
 
-    @property
-    def expands(self) -> bool:
-        """Whether the allocator's segments can grow."""
-        return self._meter.expands
-
     def begin_pass(self) -> None:
         """Forget what was before: an evaluation, or the same pass that is run again."""
-        self.profile = self._ledger.observer = None
-        self.in_step = False
+        self.profile, self.in_step = None, False
 
     def release(self) -> None:
         """Pass point 0; peaks count from here."""
-        if self._meter.works:
-            self._meter.end_interval()
+        if self.meter.works:
+            self.meter.end_interval()
             self._pass_peak = 0
 
     def record(self, profile: MemoryProfile) -> None:
         """Measure from now on, into the last interval of a profile and those that follow."""
-        if self._meter.works:
-            self._meter.end_interval()  # what came before belongs to no interval
+        if self.meter.works:
+            self.meter.end_interval()  # what came before belongs to no interval
             self.profile = profile
-            self._ledger.observer = weakref.WeakMethod(self._memory_changes)
 
-    def point(self) -> None:
+    def point(self, mark: Mark) -> None:
         """Pass a point."""
         self.measure()
         if self.profile is not None:
             self.profile.intervals.append(0)
+            self.profile.marks.append(mark)
 
     def end_pass(self) -> None:
         """End the pass: what follows is the optimizer step."""
@@ -191,7 +170,7 @@ class PeakRecorder:
         """Note the peak since the last reading."""
         if self.profile is None:
             return
-        others = self._meter.end_interval() - self._ledger.nbytes
+        others = self.meter.end_interval() - self._ledger.nbytes
         if self.in_step:
             self.profile.step = max(others, self.profile.step)
         else:
@@ -202,7 +181,7 @@ class PeakRecorder:
         if before:
             self.measure()
         elif self.profile is not None:
-            self._meter.end_interval()
+            self.meter.end_interval()
 
     def newest_others(self) -> int:
         """Return a bound in bytes for what was beside the slabs since the newest point of a pass that is not measured.
@@ -210,9 +189,9 @@ class PeakRecorder:
         Since then slabs have held what they hold now, so that this is in the peak; unless a reader, a checkpoint in the
         midst of a pass say, has had some brought back.
         """
-        self._pass_peak = max(self._pass_peak, self._meter.end_interval())
-        return self._pass_peak - self._ledger.nbytes
+        return self.peak() - self._ledger.nbytes
 
     def peak(self) -> int:
-        """Return the peak of all that was allocated in a pass that was not measured, and in its step."""
-        return max(self._pass_peak, self._meter.end_interval())
+        """Return the peak of all that was allocated so far in a pass that is not measured, or in its step."""
+        self._pass_peak = max(self._pass_peak, self.meter.end_interval())
+        return self._pass_peak

@@ -22,9 +22,9 @@ that were measured in an earlier step, one in which everything was released thro
     that follow; otherwise the peak of the step is compared with what its plan keeps under.
 
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
-measured from that point on. If every state stays on the GPU, `Schedule.forward` runs in place of `Schedule.point`, and
-compares the layers' input sizes only. If one is larger than measured, everything is released until the pass ends, and
-the next passes report their points again.
+measured from that point on. If every state stays on the GPU, only forwards are reported, with the sizes of the layers'
+inputs. If one is larger than measured, everything is released until the pass ends, and the next passes report all of
+their points again.
 """
 
 from __future__ import annotations
@@ -61,18 +61,16 @@ class Schedule:
         self.transfers = transfers
         self.parts: list[Part] = []  # of all sources of the rank, in the order in which they step
         self.holding = holding = HoldPolicy(budget_bytes, room)
-        # what a pass must have in common with the measured one: set before a pass; the number of microbatches
-        self.signature: object = None
+        self.kind: object = None  # of the passes to come (`MemoryProfile.kind`)
         self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
-        self._matcher = PassMatcher()
         # whether passes report their points though nothing moves: one was larger than any measured one
         self._wants_points = False
         self.reports_points = False  # whether every pass is to report its points, for others to go by
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._newest = 0  # `PeakRecorder.newest_others` at the end of a pass that went by a plan
-        self._start()
+        self._start(PassMatcher())
 
     @property
     def is_planned(self) -> bool:
@@ -83,14 +81,19 @@ class Schedule:
     def _plan(self) -> HoldPlan | None:
         return self._matcher.plan
 
+    @property
+    def _index(self) -> int:
+        """Number of the newest point."""
+        return len(self._matcher.marks)
+
     def forget_parts(self) -> None:
         """Forget all parts: they are no more offloaded."""
         self.parts.clear()
-        self._start()
+        self._start(PassMatcher())
 
-    def _start(self) -> None:
+    def _start(self, matcher: PassMatcher) -> None:
         """Go to point 0, with the parts that there are now."""
-        self._index = 0
+        self._matcher = matcher
         self.queue.start(self._slabs(stay=False))
 
     def _slabs(self, stay: bool) -> list[Slab]:
@@ -101,20 +104,19 @@ class Schedule:
     def begin_pass(self, is_like_others: bool = True) -> None:
         """Begin a forward-backward pass; every slab that is to leave is on its way, or gone.
 
-        One that is not like others of its signature is not measured, and goes by no plan.
+        One that is not like others of its kind is not measured, and goes by no plan.
         """
         self._is_like_others = is_like_others
         self.transfers.begin_pass()
         self.recorder.begin_pass()
-        plans = self.holding.plans_for(self.signature) if is_like_others else []
+        plans = self.holding.plans_for(self.kind) if is_like_others else []
         is_open = self.reports_points or self._wants_points or self._fresh
         nothing_moves = not is_open and all(part.stays for part in self.parts)
-        self._matcher = PassMatcher(plans, checks_inputs_only=bool(plans) and nothing_moves)
-        self._start()
+        self._start(PassMatcher(plans, checks_inputs_only=bool(plans) and nothing_moves))
 
     @property
     def checks_inputs_only(self) -> bool:
-        """Whether this pass need not report points, but `forward` alone, because every state stays."""
+        """Whether this pass need report watched forwards alone, because every state stays."""
         return self._matcher.checks_inputs_only
 
     def release(self) -> None:
@@ -130,19 +132,20 @@ class Schedule:
             self._hold_to(self._plan)
         self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
         if self._plan is None and self._is_like_others and self._warm:  # else states are made in the step
-            self.recorder.record(MemoryProfile([0], marks=self._matcher.marks, kind=self.signature))
+            self.recorder.record(MemoryProfile([0], kind=self.kind))
 
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
         recorder = self.recorder
-        if recorder.in_step or self.checks_inputs_only:
+        if recorder.in_step or (self.checks_inputs_only and not mark.is_compared):
             return  # what comes for the update stays, whatever passes late
-        recorder.point()
-        self._index += 1
+        recorder.point(mark)
         before = self._matcher.point(mark)
         plan = self._plan
         if before is not None:
             is_lost = plan is None and recorder.profile is None
+            if is_lost and self.checks_inputs_only:  # to measure it takes all points: those of the passes after it
+                is_lost, self._wants_points = False, True
             newest = recorder.newest_others() if is_lost else 0
             with self.transfers.on_compute_stream():
                 self._change_plan(plan)
@@ -155,16 +158,6 @@ class Schedule:
             if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
                 with self.transfers.on_compute_stream():
                     self._hold_to(plan)
-
-    def forward(self, layer: int, nbytes: int) -> None:
-        """Note that a layer's forward begins in a pass in which nothing moves, and send all away if it is too large.
-
-        What it needs is not measured: that takes all of its points, so those of the passes after it are reported.
-        """
-        if self.checks_inputs_only and self._matcher.forward(layer, nbytes):
-            self._wants_points = True
-            with self.transfers.on_compute_stream():
-                self._change_plan(None)
 
     def _hold_to(self, plan: HoldPlan) -> None:
         self.queue.release_down_to(plan.leave[self._index])
@@ -321,30 +314,28 @@ class Schedule:
         if self.holding.awaits_ranks:  # a rank that reached `agree` alone would wait for the others
             assert self.holding.all_can is not None
             learns = self.holding.all_can(learns and self.recorder.profile is not None)
-        if learns:
-            staying = self._learn()
-            if staying is not None:
-                for position, part in enumerate(self.parts):
-                    part.stays = position in staying
-                self._fresh, self._wants_points = True, False
+        if learns and self._learn():
+            staying = self.holding.plan(self.parts, self.recorder.meter.expands)
+            for position, part in enumerate(self.parts):
+                part.stays = position in staying
+            self._fresh, self._wants_points = True, False
         self.recorder.begin_pass()
         self._warm = self._warm or updated
 
-    def _learn(self) -> set[int] | None:
-        """Return the positions of the parts that stay from now on; None where nothing was learned from the step."""
+    def _learn(self) -> bool:
+        """Return whether something was learned from the step, so that it is to be planned anew."""
         plan, recorder = self._plan, self.recorder
         if recorder.profile is not None:
             recorder.measure()
             self.holding.add(recorder.profile)
         elif plan is None:
-            return None
+            return False
         elif self._matcher.is_shorter:  # else states would come as late in every such pass as before what it lacks
             self.holding.add(self._matcher.known(plan, self._index + 1, self._newest))
         else:
             is_exceeded = self.holding.is_exceeded(plan, recorder.peak(), self.parts)
-            if not (self.holding.runs_short() or is_exceeded):
-                return None
-        return self.holding.plan(self.parts, recorder.expands)
+            return self.holding.runs_short() or is_exceeded
+        return True
 
 
 def _groups(parts: Sequence[Part], group_bytes: int) -> Iterator[list[Part]]:

@@ -120,7 +120,7 @@ class AnyOrder(RuleBasedStateMachine):
     def end_a_step_and_choose_what_comes(self, updated, packs, kind):
         self.training.end_step(updated)
         self.training.pack(packs)
-        self.training.schedule.signature = kind
+        self.training.schedule.kind = kind
 
     # Steps.
 

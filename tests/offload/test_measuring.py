@@ -79,8 +79,8 @@ def test_a_skipped_step_says_nothing_of_what_an_update_needs_and_a_pass_given_up
     training.step()
     assert training.schedule.holding.plans
     training.steps(2)
-    training.schedule.signature = 2
+    training.schedule.kind = 2
     training.run_pass(points=3)
-    training.schedule.signature = 1
+    training.schedule.kind = 1
     training.step()
     assert training.held[0] > training.held[4] == 0 and training.schedule.is_planned

@@ -87,7 +87,7 @@ def test_what_stays_and_found_no_memory_early_takes_the_place_of_what_leaves(run
     training = trained(layer=WHOLE // 4, budget=budget, optimizers=2)
     assert 0 < training.staying < training.whole
     run_out(ahead_of_time(training))
-    training.schedule.signature = 2  # of another kind: all leaves, and has to come back
+    training.schedule.kind = 2  # of another kind: all leaves, and has to come back
     peaks = seen_at_changes(monkeypatch, training.meter.end_interval)
     training.step()
     assert training.engine.failed_fetches

@@ -213,7 +213,7 @@ def test_masters_that_stayed_so_far_are_watched_as_long_once_a_larger_pass_has_t
     training, announced = watched(budget=9 * WHOLE)
     for number in range(1, 4 + 4 * WATCHED_STEPS):
         if number == 4:
-            training.schedule.signature, training.meter.layer = 2, 8 * WHOLE
+            training.schedule.kind, training.meter.layer = 2, 8 * WHOLE
         training.step()
         if number >= 4 and (number - first) % WATCHED_STEPS == 0:
             scale_weights(*training.optimizers, *training.twins)

@@ -30,9 +30,7 @@ def test_what_is_held_stays_under_the_limit_and_what_comes_back_need_not_leave_a
         assert held == 0 or held + peak <= limit
     assert plan.step + profile.step <= max(limit, profile.step + 2 * max(parts))
     assert profile.peak == max(*profile.intervals, profile.step), "the step counts too"
-    plan = plan_holding(profile, limit, staying=0, part_bytes=parts)
-    for i, come in enumerate(plan.come):
-        assert come == min([*plan.leave[i:], plan.step])
+    assert list(plan.come) == [min([*plan.leave[i:], plan.step]) for i in range(len(plan.leave))]
 
 
 @given(PARTS, st.integers(0, 300))
@@ -68,6 +66,19 @@ def staying(parts):
     return sum(part.nbytes for part in parts if part.stays)
 
 
+def gradients(nbytes):
+    """Return what chooses, once in a run, how many of so many bytes of gradients stay, in buckets of 10."""
+    moving = [nbytes]
+
+    def stay(room):
+        left = moving.pop()
+        more = min(left, room // 10 * 10)
+        return more, left - more
+
+    return stay
+
+
+GRADIENTS = [([100], 0), ([90], 0)]  # of the second kind, what stays of the gradients has been measured
 TWO_PARTS = 2 * 11
 PLANNED = {
     # Budget, attributes of the policy, (intervals, step) of each kind of pass; what stays; leave and step of each plan.
@@ -85,6 +96,13 @@ PLANNED = {
         200, {"agree": Mock(side_effect=[(0, 50 + TWO_PARTS)])}, [([50], 50)] * 2, 0, [((150,), 150)] * 2),
     "room for masters that are held": (130 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], 0, None),
     "no room for masters that are held": (129 + TWO_PARTS, {"held_through_step": 30}, [([0], 100)], None, None),
+    "no room for all gradients: every state leaves, and as many gradients as must": (
+        110, {"gradients_stay": gradients(30)}, GRADIENTS, 0, [((0,), 100), ((20,), 110)]),
+    "states leave before any gradient": (
+        150, {"gradients_stay": gradients(30)}, GRADIENTS, 20, [((20,), 120), ((60,), 150)]),
+    "room for all gradients and most states": (
+        220, {"gradients_stay": gradients(30)}, GRADIENTS, 90, [((90,), 190), ((130,), 220)]),
+    "room for all": (400, {"gradients_stay": gradients(30)}, GRADIENTS, 100, [((270,), 370), ((310,), 400)]),
     "another rank cannot meet it": (200, {"agree": lambda room, least: (room, 201)}, [([50], 50)], None, None),
 }  # fmt: skip
 
@@ -111,85 +129,81 @@ def marked(*sizes, kind=None):
     return MemoryProfile([0, *sizes], 0, [Mark(i, size, size) for i, size in enumerate(sizes)], kind)
 
 
-def measured(*forwards):
-    """Return the profile of a pass with these forwards, (layer, bytes), each with its backward right behind it."""
-    marks = [mark for layer, nbytes in forwards for mark in (Mark(layer, nbytes, nbytes), Mark(~layer, nbytes, 0))]
-    return MemoryProfile([0] * (len(marks) + 1), 0, marks)
-
-
-def matcher_of(*profiles):
-    return PassMatcher([plan_holding(each, 1000, 0, [1]) for each in profiles])
-
-
-def watched(matcher, *forwards):
-    """Pass these forwards; return the profile of the plan that holds then."""
-    for forward in forwards:
-        matcher.forward(*forward)
-    return None if matcher.plan is None else matcher.plan.profile
-
-
-def test_the_plan_of_the_pass_that_needed_least_is_followed_as_long_as_it_holds():
-    small, large = marked(1, 2, 3), marked(4, 4, 4)
-    matcher = matcher_of(large, small)
-    assert matcher.plan.profile is small
-    assert matcher.point(Mark(0, 1, 1)) is None
-    assert matcher.point(Mark(1, 3, 3)).profile is small and matcher.plan.profile is large
-    assert matcher.point(Mark(2, 5, 5)).profile is large and matcher.plan is None
-    assert matcher.point(Mark(3, 1, 1)) is None
-    assert matcher.marks == [Mark(0, 1, 1), Mark(1, 3, 3), Mark(2, 5, 5), Mark(3, 1, 1)]
-
-
-@pytest.mark.parametrize("other", [Mark(1, 2, 2), Mark(0, 3, 2), Mark(0, 2, 3), Mark(~0, 2, 2)])
-def test_another_layer_a_larger_one_or_more_in_flight_is_not_covered(other):
-    assert marked(2).covers(1, Mark(0, 2, 2)) and marked(2).covers(1, Mark(0, 1, 1))
-    assert not marked(2).covers(1, other) and not marked(2).covers(2, Mark(0, 2, 2))
-
-
-@pytest.mark.parametrize(
-    ("forwards", "covered"),
-    [
-        ([(0, 5)], True),
-        ([(0, 5), (1, 2), (0, 4)], True),
-        ([(0, 6)], False),
-        ([(0, 4), (1, 3), (0, 5)], False),  # no larger than the measured pass's first, but than its second
-        ([(0, 5), (0, 4)], False),
-        ([(0, 5), (1, 3), (0, 4), (1, 0)], False),
-    ],
-    ids=["begun", "no_more", "larger", "larger_later", "another_layer", "one_more"],
+MARKS = st.lists(st.builds(Mark, st.integers(-1, 1), st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=4)
+PASSES = MARKS.flatmap(
+    lambda marks: st.builds(
+        MemoryProfile,
+        st.lists(SIZES, min_size=len(marks) + 1, max_size=len(marks) + 1),
+        SIZES,
+        st.just(marks),
+        st.integers(1, 2),
+        SIZES,
+    )
 )
-def test_forwards_of_the_same_layers_that_get_no_more_are_covered_and_what_follows_others_is_not(forwards, covered):
-    one = measured((0, 5), (1, 3), (0, 4))
-    assert [mark.nbytes for mark in one.forwards] == [5, 3, 4], "backwards are no forwards"
-    matcher = matcher_of(one)
-    assert watched(matcher, *forwards) is (one if covered else None)
-    assert covered or watched(matcher, (0, 0)) is None
 
 
-def test_of_several_profiles_one_must_cover_a_whole_pass_and_passes_of_the_same_layers_are_their_maximum():
-    one, other = measured((0, 5), (1, 3)), measured((0, 4), (1, 9))
-    assert watched(matcher_of(one, other), (0, 4), (1, 9)) is other
-    assert watched(matcher_of(one, other), (0, 5), (1, 9)) is None
+def test_forwards_of_watched_layers_are_compared_where_nothing_moves():
+    marks = [Mark(0, 1, 1, False), Mark(0, 1, 1), Mark(~0, 1, 0), Mark(1, 0, 0)]
+    assert [mark.is_compared for mark in marks] == [False, True, False, True]
+
+
+def is_covered(marks, measured):
+    """Whether each mark is of the same layer as the measured one, which got no less, and no less was live."""
+    pairs = zip(marks, measured, strict=False)
+    are_bounded = (a.layer == b.layer and a.nbytes <= b.nbytes and a.live <= b.live for a, b in pairs)
+    return len(marks) <= len(measured) and all(are_bounded)
+
+
+@given(st.lists(PASSES, min_size=1, max_size=3), MARKS | st.none(), st.booleans(), st.integers(0, 1))
+def test_the_plan_of_the_pass_that_needed_least_is_followed_of_those_that_cover_all_so_far(
+    profiles, marks, checks_inputs_only, less
+):
+    def reported(marks):
+        return [mark for mark in marks if mark.is_compared] if checks_inputs_only else marks
+
+    if marks is None:  # one that a measured pass covers, perhaps
+        marks = [mark._replace(nbytes=max(0, mark.nbytes - less)) for mark in profiles[0].marks]
+    matcher = PassMatcher([plan_holding(each, 1000, 0, [1]) for each in profiles], checks_inputs_only)
+    passed = []
+    for mark in [None, *reported(marks)]:
+        before = matcher.plan
+        if mark is not None:
+            passed.append(mark)
+            changed = matcher.point(mark)
+            assert changed is (None if matcher.plan is before else before)
+        fitting = [each for each in profiles if is_covered(passed, reported(each.marks))]
+        plan = min(fitting, key=lambda each: sum(each.intervals), default=None)
+        assert plan is (None if matcher.plan is None else matcher.plan.profile)
+        is_shorter = bool(fitting) and all(len(each.marks) > len(passed) for each in fitting)
+        assert matcher.is_shorter is (is_shorter and not checks_inputs_only)
+    assert matcher.marks == passed
+
+
+@given(PASSES, PASSES, MARKS, st.integers(-1, 2))
+def test_passes_merge_where_each_mark_of_one_bounds_the_others_and_are_their_maximum(one, other, marks, more):
+    if more >= 0:  # else it hardly ever is of the same layers
+        other.marks = [mark._replace(nbytes=mark.nbytes + more) for mark in one.marks]
+        other.intervals = (other.intervals * len(one.intervals))[: len(one.intervals)]
+    merge = one.can_merge(other)
+    assert merge is other.can_merge(one)
+    pairs = list(zip(one.marks, other.marks, strict=False))
+    are_comparable = all(is_covered([a], [b]) or is_covered([b], [a]) for a, b in pairs)
+    assert merge is (one.kind == other.kind and len(one.marks) == len(other.marks) and are_comparable)
+    if merge:
+        merged = one.merged(other)
+        assert merged.intervals == [max(pair) for pair in zip(one.intervals, other.intervals, strict=True)]
+        assert all(mark in pair for mark, pair in zip(merged.marks, pairs, strict=True))
+        assert is_covered(one.marks, merged.marks) and is_covered(other.marks, merged.marks)
+        assert (merged.step, merged.beyond) == (max(one.step, other.step), max(one.beyond, other.beyond))
+        assert merged.kind == one.kind
+
+
+def test_passes_of_the_same_layers_are_their_maximum():
     policy = HoldPolicy()
     for sizes in ((10, 30), (20, 10), (15, 40)):
         policy.add(marked(*sizes, kind=1))
     (merged,) = policy._profiles
     assert merged.intervals == [0, 20, 40]
-    assert merged.marks == [Mark(0, 20, 20), Mark(1, 40, 40)]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        MemoryProfile([0, 7], 0, [Mark(0, 3, 9)], kind=1),  # more in flight, and a smaller layer
-        MemoryProfile([0, 7], 0, [Mark(1, 5, 6)], kind=1),
-        MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=2),
-        MemoryProfile([0, 7, 7], 0, [Mark(0, 5, 6), Mark(1, 5, 6)], kind=1),
-    ],
-    ids=["not_comparable", "another_layer", "another_kind", "longer"],
-)
-def test_passes_of_which_none_bounds_the_other_do_not_merge(other):
-    one = MemoryProfile([0, 7], 0, [Mark(0, 5, 6)], kind=1)
-    assert one.can_merge(one) and not one.can_merge(other) and not other.can_merge(one)
 
 
 def test_where_there_are_too_many_profiles_the_least_recently_used_goes(parts):
@@ -219,42 +233,6 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
     assert policy.is_exceeded(policy.plans_for(2)[0], 115, parts) and len(said) == 1, "it is said once"
     policy.plan(parts, expands=True)
     assert policy.plans_for(2)[0].leave[1] == max(0, plan.leave[1] - 40)
-
-
-class Gradients:
-    """Gradients in buckets of 10 bytes."""
-
-    def __init__(self, moving):
-        self.moving_bytes, self.asked = moving, 0
-
-    def stay(self, room):
-        self.asked += 1
-        more = min(self.moving_bytes, room // 10 * 10)
-        self.moving_bytes -= more
-        return more, self.moving_bytes
-
-
-@pytest.mark.parametrize(
-    ("budget", "gradients_left", "states_that_stay"),
-    [
-        (110, 20, 0),  # no room for all gradients: every state leaves, and as many gradients as must
-        (150, 0, 20),  # states leave before any gradient
-        (220, 0, 90),
-        (400, 0, 100),  # all fits
-    ],
-)
-def test_gradients_leave_only_once_all_states_do(parts, budget, gradients_left, states_that_stay):
-    moving = 30
-    policy = HoldPolicy(budget)
-    gradients = Gradients(moving)
-    policy.gradients_stay = gradients.stay
-    add(policy, 0, MemoryProfile([100], 0), parts)
-    assert gradients.moving_bytes == gradients_left
-    assert staying(parts) == states_that_stay
-    (plan,) = policy.plans
-    assert plan.profile.intervals == [100 + moving - gradients_left]
-    add(policy, 1, MemoryProfile([90], 0), parts)
-    assert gradients.asked == 1, "gradients are chosen once in a run"
 
 
 @pytest.mark.parametrize(

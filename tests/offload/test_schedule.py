@@ -133,11 +133,11 @@ def test_a_shorter_pass_and_another_number_of_microbatches_are_planned_for_thems
     assert sorted(len(plan.leave) for plan in training.schedule.holding.plans) == [POINTS - 1, POINTS + 1]
 
     training = trained(layer=WHOLE // 4)
-    training.schedule.signature = 2
+    training.schedule.kind = 2
     training.step()
     assert training.held == [0] * (POINTS + 1)
     for kind in (2, 1):
-        training.schedule.signature = kind
+        training.schedule.kind = kind
         training.step()
         assert training.held[0] > 0
 

@@ -217,7 +217,7 @@ def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_s
     # Another number of microbatches needs more, perhaps on another rank than 0: ranks agree on the first kind only.
     training = trained(layer=WHOLE // 2, budget=3 * WHOLE)
     assert not training.said
-    training.meter.layer, training.schedule.signature = WHOLE, 2
+    training.meter.layer, training.schedule.kind = WHOLE, 2
     training.steps(3)
     (said,) = training.said
     assert "gpu_memory_budget_gib" in said and "holds no more" in said

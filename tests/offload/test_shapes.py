@@ -106,10 +106,7 @@ class Shapes(Training):
         world.highest = 0
         for mark, before, after in points:
             world.others = before
-            if not self.engine.checks_inputs_only:
-                self.engine.point(mark)
-            elif mark.layer >= 0:
-                self.engine.forward(mark.layer, mark.nbytes)
+            self.engine.point(mark)
             world.become(after)
         world.become(0)
         self.engine.reload()
@@ -197,7 +194,7 @@ def test_layers_that_report_no_more_are_planned_for_by_what_they_needed(monkeypa
 def test_under_a_budget_what_stays_goes_too_where_a_step_needs_its_room(monkeypatch, kind, skip):
     training = planned(monkeypatch, SHORT, budget=2 * WHOLE)
     assert all(part.stays for part in training.parts())
-    training.schedule.signature = kind
+    training.schedule.kind = kind
     if skip:
         training.run_pass(points=0)
         training.end_step(False)
@@ -320,14 +317,13 @@ def staying(monkeypatch):
 
 
 def test_where_all_stays_passes_are_watched_and_one_that_is_larger_has_everything_leave_at_once(staying):
-    schedule, before, reported = staying.schedule, staying.engine.traffic.back, []
-    schedule.recorder.point = lambda: reported.append(1)
+    before = staying.engine.traffic.back
     staying.train(SHORT, SHORT)
-    assert schedule.checks_inputs_only and schedule.is_planned and not reported
+    assert staying.schedule.checks_inputs_only and staying.schedule.is_planned
     assert staying.engine.traffic.back == before
 
-    forward, states = staying.engine.forward, []
-    staying.engine.forward = lambda *of: (forward(*of), states.append(staying.residencies))
+    point, states = staying.engine.point, []
+    staying.engine.point = lambda mark: (point(mark), mark.is_compared and states.append(staying.residencies))
     staying.train(SHORT, LARGE)
     assert states[len(SHORT)] == {SlabState.RESIDENT}, "the last forward of the short microbatch"
     assert states[len(SHORT) + 1] == {SlabState.RELEASED}, "the model's own forward, before any layer's"
@@ -346,7 +342,7 @@ def test_what_was_measured_anew_is_watched_again_where_everything_stays(monkeypa
 
 def test_a_pass_that_is_run_again_is_watched_from_its_begin(staying):
     staying.engine.begin_pass()
-    staying.engine.forward(9, 1)
+    staying.engine.point(Mark(9, 1, 0))
     assert not staying.schedule.is_planned
     staying.train(SHORT, SHORT)
     assert not staying.schedule.checks_inputs_only, "points are reported until a pass of them was measured"
