@@ -43,7 +43,10 @@ def plan_holding(
 
 
 def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
-    """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on."""
+    """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on.
+
+    So where parts are updated in order, the updates of these hide the last copies out.
+    """
     staying = set()
     for position in range(len(part_bytes) - 1, -1, -1):
         if part_bytes[position] <= room:
@@ -77,7 +80,7 @@ class HoldPolicy:
 
     def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:
         self.budget_bytes = budget_bytes
-        self._room = room
+        self._device_room = room
         self.margin_bytes = 0  # the least margin below the limit, a few parts; see `_margin`
         self.held_through_step = 0  # bytes of masters that are copied at once, and of states that step undivided
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
@@ -106,7 +109,7 @@ class HoldPolicy:
     @property
     def awaits_ranks(self) -> bool:
         """Whether the choice of what stays is still to come, which all ranks make at the end of the same step."""
-        has_budget = self.budget_bytes is not None or self._room is not None
+        has_budget = self.budget_bytes is not None or self._device_room is not None
         return self.all_can is not None and has_budget and not self._chosen
 
     def forget(self) -> None:
@@ -163,7 +166,7 @@ class HoldPolicy:
 
     def runs_short(self) -> bool:
         """Return whether the budget that was found out has turned out to be too large, and is to be found out anew."""
-        if self._room is None or not self._room.runs_short():
+        if self._device_room is None or not self._device_room.runs_short():
             return False
         self.warn(
             "PyTorch's allocator had to give back memory that it caches, for lack of GPU memory: more of the optimizer "
@@ -182,8 +185,10 @@ class HoldPolicy:
         peak = max(each.peak for each in profiles)
         least = max(least_budget(each, sizes, self.held_through_step) for each in profiles)
         wanted = max(least_budget(each, sizes, self.held_through_step) + each.beyond for each in profiles)
-        if self._room is not None:
-            self.budget_bytes = max(self._room.budget_bytes(), wanted)  # what ran fits, with everything offloaded
+        if self._device_room is not None:
+            self.budget_bytes = max(
+                self._device_room.budget_bytes(), wanted
+            )  # what ran fits, with everything offloaded
         staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
         self.limit = least if self.budget_bytes is None else self.budget_bytes
         kept = sum(parts[position].nbytes for position in staying)
@@ -222,14 +227,7 @@ class HoldPolicy:
         says that the budget does not hold. `least` is the least possible budget by what was measured; `wanted` is that
         and what steps went above their plans, which is kept free too.
         """
-        sizes = [part.nbytes for part in parts]
-        if not self._chosen:
-            room, least = self.agree(budget - least, least)
-            if least > budget and self._room is None:
-                raise ValueError(budget_refusal(budget, least))
-            self._chosen = True
-            return self._share(sizes, room)
-        else:
+        if self._chosen:
             room = min(budget - wanted, sum(part.nbytes for part in parts if part.stays))
             if least > max(budget, self._least_said):
                 self._least_said = least
@@ -237,18 +235,17 @@ class HoldPolicy:
                     f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g} holds no more: this kind "
                     f"of step needs {least / 2**30:.2f} GiB with everything offloaded"
                 )
-        return choose_staying(sizes, room)
-
-    def _share(self, sizes: list[int], room: int) -> set[int]:
-        """Choose the parts, of these bytes, that stay; and once in a run what stays of the gradients, before any part.
-
-        A gradient is copied each way in each microbatch but one, a state once a step: with two microbatches they cost
-        the link the same, with more a gradient costs more.
-        """
-        if self.gradients_stay is None:
-            return choose_staying(sizes, room)
-        more, self._gradients_leave = self.gradients_stay(room)
-        for profile in self._profiles:  # they were measured without these
-            profile.intervals = [nbytes + more for nbytes in profile.intervals]
-            profile.step += more
-        return choose_staying(sizes, room - more)
+        else:
+            room, least = self.agree(budget - least, least)
+            if least > budget and self._device_room is None:
+                raise ValueError(budget_refusal(budget, least))
+            self._chosen = True
+            if self.gradients_stay is not None:
+                # Before any part: a gradient is copied each way in each microbatch but one, a state once a step. With
+                # two microbatches they cost the link the same, with more a gradient costs more.
+                more, self._gradients_leave = self.gradients_stay(room)
+                for profile in self._profiles:  # they were measured without these
+                    profile.intervals = [nbytes + more for nbytes in profile.intervals]
+                    profile.step += more
+                room -= more
+        return choose_staying([part.nbytes for part in parts], room)

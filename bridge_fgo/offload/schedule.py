@@ -166,7 +166,7 @@ class Schedule:
 
     def _change_plan(self, plan: HoldPlan | None) -> None:
         """Keep to another plan from this point on, or to none: then everything leaves."""
-        self.queue.send_back(0 if plan is None else plan.come[self._index], self._slabs(stay=True))
+        self.queue.send_back(0 if plan is None else plan.come[self._index])
         if plan is None:
             self._send_all()
         else:
@@ -274,9 +274,9 @@ class Schedule:
         return [landed, [part for part in parts if part.stays], moving[len(landed) :]]
 
     def _has_landed(self, part: Part) -> bool:
-        if any(slab.state is SlabState.RELEASED for slab in part.slabs):
-            return False
-        return all(slab.state is not SlabState.RELOADING or self.transfers.has_landed(slab) for slab in part.slabs)
+        coming, gone = SlabState.RELOADING, SlabState.RELEASED
+        slabs = part.slabs
+        return all(s.state is not gone and (s.state is not coming or self.transfers.has_landed(s)) for s in slabs)
 
     def _send_off(self, slabs: list[Slab], keep_masters: bool, yields: bool) -> None:
         """Start the copies out; where it `yields`, after all copies in that have begun."""

@@ -79,13 +79,11 @@ class SlabQueue:
         while self._ledger.nbytes > limit and self.leaving:
             self.leaving.popitem()[0].release()
 
-    def send_back(self, limit: int, staying: Sequence[Slab]) -> None:
-        """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most.
-
-        That counts what was copied back, and `staying`, what stays for good.
-        """
+    def send_back(self, limit: int) -> None:
+        """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most."""
         here = [slab for slab in self.slabs if slab.state in (SlabState.RESIDENT, SlabState.RELOADING)]
-        held = sum(slab.gpu_bytes for slab in (*here, *staying))
+        leaving = (slab.gpu_bytes for slab in self.slabs if slab.state is SlabState.OFFLOADING)
+        held = self._ledger.nbytes - sum(leaving)
         going: list[Slab] = []
         while here and held > limit:
             slab = here.pop()

@@ -39,6 +39,7 @@ def test_parts_that_stay_fit_and_none_of_the_others_would_fit_beside_them(parts,
     left = room - sum(parts[i] for i in staying)
     assert left >= 0
     assert all(size > left for i, size in enumerate(parts) if i not in staying)
+    assert choose_staying([7] * 4, 20) == {2, 3}, "the last ones"
 
 
 @given(st.integers(1, 2**38))
@@ -198,7 +199,7 @@ def test_passes_merge_where_each_mark_of_one_bounds_the_others_and_are_their_max
         assert merged.kind == one.kind
 
 
-def test_passes_of_the_same_layers_are_their_maximum():
+def test_passes_that_can_merge_are_kept_as_one():
     policy = HoldPolicy()
     for sizes in ((10, 30), (20, 10), (15, 40)):
         policy.add(marked(*sizes, kind=1))
@@ -232,16 +233,19 @@ def test_a_peak_above_the_plan_is_said_and_its_kind_holds_as_much_less():
     assert policy.plans_for(1)[0].leave[0] == 100 - policy._margin(marked(100), True)
     assert policy.is_exceeded(policy.plans_for(2)[0], 115, parts) and len(said) == 1, "it is said once"
     policy.plan(parts, expands=True)
-    assert policy.plans_for(2)[0].leave[1] == max(0, plan.leave[1] - 40)
+    (last,) = policy.plans_for(2)
+    assert last.leave[1] == max(0, plan.leave[1] - 40) and last.step == plan.step - 40
 
 
 @pytest.mark.parametrize(
     ("budget", "room", "awaits"),
-    [(2**30, None, True), (None, SimpleNamespace(), True), (None, None, False)],
+    [(2**30, None, True), (None, SimpleNamespace(budget_bytes=lambda: 2**30), True), (None, None, False)],
     ids=["GiB", "auto", "none"],
 )
-def test_ranks_choose_together_what_stays_where_there_is_a_budget_and_are_not_asked_without(budget, room, awaits):
+def test_ranks_choose_once_together_what_stays_where_there_is_a_budget(parts, budget, room, awaits):
     holding = HoldPolicy(budget, room)
     assert not holding.awaits_ranks  # alone
     holding.all_can = lambda own: own
     assert holding.awaits_ranks is awaits
+    add(holding, 0, MemoryProfile([100], 0), parts)
+    assert not holding.awaits_ranks

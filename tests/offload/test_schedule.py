@@ -200,7 +200,7 @@ def test_slabs_that_are_sent_back_are_to_be_prefetched_again():
     queue = training.schedule.queue
     queue.bring_ahead(2 * WHOLE)
     assert queue.is_through
-    queue.send_back(queue.slabs[0].gpu_bytes, [])
+    queue.send_back(queue.slabs[0].gpu_bytes)
     assert [slab.state for slab in queue.slabs[:2]] == [SlabState.RELOADING, SlabState.OFFLOADING]
     assert list(queue.to_come) == queue.slabs[1:] and not queue.is_through
     training.engine.reload()

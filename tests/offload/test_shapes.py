@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.offload.policy import MOST_LOST, MOST_PROFILES, HoldPolicy
+from bridge_fgo.offload.policy import MOST_PROFILES, HoldPolicy
 from bridge_fgo.offload.profile import Mark
 
 MODEL = 0
@@ -232,14 +232,14 @@ def test_no_step_is_above_what_releasing_throughout_has_reached(kinds, data, war
 # Peaks above a plan.
 
 
-@pytest.mark.slow
 def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatch):
+    monkeypatch.setattr("bridge_fgo.offload.policy.MOST_LOST", 4)
     training, measured = Shapes(monkeypatch), []
     add = HoldPolicy.add
     monkeypatch.setattr(HoldPolicy, "add", lambda policy, one: (measured.append(one), add(policy, one)))
-    for number in range(4 * MOST_LOST):
+    for number in range(16):
         training.train(layers(WHOLE // 50, count=1, first=number + 1), SHORT)
-    assert MOST_LOST < len(measured) <= 1 + MOST_LOST + 3
+    assert 4 < len(measured) <= 1 + 4 + 3
 
 
 def test_states_that_were_read_between_two_steps_are_not_held_against_the_plan(monkeypatch):
@@ -250,9 +250,11 @@ def test_states_that_were_read_between_two_steps_are_not_held_against_the_plan(m
     assert training.schedule.is_planned and not training.schedule._fresh
     training.engine.require_readable()
     for _ in range(2):
-        training.train(layers(WHOLE // 60))  # lost at the first point, and so measured from there
+        training.train(longer := layers(WHOLE // 60))  # lost at the first point, and so measured from there
     assert not training.said
     assert training.schedule.holding.limit < limit + WHOLE // 10
+    (plan,) = training.schedule.holding.plans
+    assert max(plan.profile.intervals[2:]) == max(after for _, _, after in passing([longer])), "states do not count"
 
 
 @pytest.mark.parametrize("budget", [None, 2 * WHOLE])
