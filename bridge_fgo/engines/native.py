@@ -275,11 +275,8 @@ class NativeEngine(CheckpointingEngine):
                 self.masters.require_restorable([source])
                 self.masters.check_anew([source])
                 stack.enter_context(self.masters.trusted(source))
-                if source.updates_in_place and offloaded.is_all_here:
-                    # One launch for all parameters takes the host less time than one for each part.
-                    for slab in offloaded.slabs:
-                        slab.require_writable()
-                else:
+                # Where all is here, one launch for all parameters takes the host less time than one for each part.
+                if not (source.updates_in_place and offloaded.is_all_here):
                     stack.enter_context(source.stepping(run, offloaded.owners))
             if self._stepped is not None:
                 self._stepped.discard(source)

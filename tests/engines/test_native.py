@@ -64,6 +64,8 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
     training.update()
     assert fraction <= most_released(training) / (3 * MASTERS) < 1
     assert "fraction" in training.engine.resident_note()
+    training.engine.begin_pass()
+    assert training.engine.traffic.most_released == 0, "what a pass before has released is not this one's"
 
 
 def test_a_tensor_that_somebody_replaced_is_taken_in():

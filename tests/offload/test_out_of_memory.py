@@ -89,9 +89,12 @@ def test_what_stays_and_found_no_memory_early_takes_the_place_of_what_leaves(run
     run_out(ahead_of_time(training))
     training.schedule.kind = 2  # of another kind: all leaves, and has to come back
     peaks = seen_at_changes(monkeypatch, training.meter.end_interval)
-    training.step()
+    training.run_pass()
+    held = seen_at_changes(monkeypatch, lambda: training.schedule.ledger.nbytes)
+    training.finish()
     assert training.engine.failed_fetches
     assert max(peaks) <= budget + max(part.transit_bytes for part in training.parts())
+    assert max(held) <= training.schedule.step_limit
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -128,6 +128,17 @@ def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(m
     assert all(are_equal(moments(optimizer, param), before[id(param)]) for param in masters_of(optimizer))
 
 
+def test_parts_that_take_turns_in_a_save_come_back_once():
+    optimizer, engine, source, _ = in_bf16()
+    turns = [masters_of(optimizer)[number] for number in (0, 2, 4)]
+    parts = {id(part): part for part in map(engine._offloaded[source].owners.get, map(id, turns))}
+    with engine.saving(source, copies=True):
+        for param in 3 * turns:
+            engine.hand_out(source, param, lambda: {})
+    assert len(parts) == 3
+    assert engine.traffic.back == sum(slab.codec.link_bytes for part in parts.values() for slab in part.slabs)
+
+
 def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes_back(monkeypatch):
     optimizer, engine, source, _ = in_bf16()
     borrowed, copies = [], Transfers.copy_in
