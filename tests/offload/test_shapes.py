@@ -125,7 +125,6 @@ def layers(nbytes, count=4, first=1):
 
 
 LONG, SHORT, LARGE = layers(WHOLE // 5), layers(WHOLE // 80), layers(WHOLE // 4)
-VISION, EMBEDDED = layers(WHOLE // 400, first=9), [(4, WHOLE), *SHORT[1:]]
 
 
 def planned(monkeypatch, *microbatches, steps=4, **how):
@@ -134,25 +133,6 @@ def planned(monkeypatch, *microbatches, steps=4, **how):
     for _ in range(steps):
         training.train(*microbatches)
     return training
-
-
-@pytest.mark.parametrize(
-    ("measured", "then"),
-    [
-        ([LONG, SHORT], [SHORT, LONG]),
-        ([VISION + LONG], [LONG]),
-        ([SHORT], [EMBEDDED]),
-        ([layers(WHOLE // 6, first=4, count=1)], [layers(WHOLE // 6, first=3, count=1)]),
-        ([SHORT], [SHORT, LONG]),
-    ],
-    ids=["change_places", "some_layers_less", "larger_embeddings", "another_layer", "another_microbatch_follows"],
-)
-def test_what_a_step_needs_that_was_not_measured_it_has_and_it_is_planned_for(monkeypatch, measured, then):
-    training = planned(monkeypatch, *measured)
-    assert training.schedule.ledger.nbytes > 0, "what came early has to leave again"
-    for _ in range(3):
-        training.train(*then)
-    assert training.schedule.is_planned
 
 
 def test_lengths_at_random_are_covered_once_the_longest_were_seen(monkeypatch):
@@ -203,10 +183,11 @@ def test_under_a_budget_what_stays_goes_too_where_a_step_needs_its_room(monkeypa
     assert 0 < training.staying < training.whole
 
 
-MICROBATCH = st.lists(st.integers(0, WHOLE // 4), min_size=1, max_size=4).map(lambda sizes: list(enumerate(sizes, 1)))
+SIZES = st.sampled_from([WHOLE // 400, WHOLE // 80, WHOLE // 5, WHOLE]) | st.integers(0, WHOLE // 4)
+MICROBATCH = st.dictionaries(st.integers(1, 5), SIZES, min_size=1, max_size=4).map(lambda sizes: sorted(sizes.items()))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.lists(MICROBATCH, min_size=1, max_size=3), min_size=1, max_size=4),
     st.data(),
@@ -214,7 +195,9 @@ MICROBATCH = st.lists(st.integers(0, WHOLE // 4), min_size=1, max_size=4).map(la
     st.sampled_from([None, 0.3, 0.8, 1.2]),
     st.sampled_from([1, 2, MOST_PROFILES]),
 )
-def test_no_step_is_above_what_releasing_throughout_has_reached(kinds, data, warmup, share, profiles):
+def test_no_step_is_above_what_releasing_throughout_has_reached_and_what_comes_again_is_planned_for(
+    kinds, data, warmup, share, profiles
+):
     order = data.draw(st.lists(st.integers(0, len(kinds) - 1), min_size=4, max_size=10))
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_small_parts(monkeypatch)
@@ -224,8 +207,9 @@ def test_no_step_is_above_what_releasing_throughout_has_reached(kinds, data, war
             most = max(after for kind in kinds for _, _, after in passing(kind, warmup))
             budget = max(most, WHOLE // 8 + 2 * training.part) + int(share * WHOLE)
             training = Shapes(monkeypatch, step=WHOLE // 8, budget=budget)
-        for kind in order:
+        for kind in (*order, order[-1], order[-1]):
             training.train(*kinds[kind], warmup=warmup)
+        assert training.schedule.is_planned
         training.check()
 
 
@@ -254,7 +238,7 @@ def test_states_that_were_read_between_two_steps_are_not_held_against_the_plan(m
     assert not training.said
     assert training.schedule.holding.limit < limit + WHOLE // 10
     (plan,) = training.schedule.holding.plans
-    assert max(plan.profile.intervals[2:]) == max(after for _, _, after in passing([longer])), "states do not count"
+    assert max(plan.profile.intervals[1:]) == max(after for _, _, after in passing([longer])), "states do not count"
 
 
 @pytest.mark.parametrize("budget", [None, 2 * WHOLE])
