@@ -56,6 +56,16 @@ def test_what_was_needed_between_steps_is_of_no_interval_nor_of_the_step_before(
     assert [*measured(training).intervals, measured(training).step] == before
 
 
+def test_the_peak_of_a_pass_that_goes_by_a_plan_is_none_of_the_pass_before(training):
+    training.steps(2)
+    peaks = []
+    for beside in (BESIDE, 0):
+        training.begin()
+        training.meter.spike = beside
+        peaks.append(training.schedule.recorder.peak())
+    assert training.schedule.is_planned and peaks[0] == BESIDE > peaks[1]
+
+
 def test_the_change_of_a_slab_itself_does_not_count(training):
     # It takes in what it adopts, which is there twice for a moment, of the next step no more.
     change = training.schedule.ledger.change

@@ -195,12 +195,12 @@ def test_a_slab_whose_copy_out_was_given_up_frees_nothing_and_others_are_release
 
 
 def test_slabs_that_are_sent_back_are_to_be_prefetched_again():
-    training = trained(layer=WHOLE // 4)
-    training.begin()
+    training = trained(4, layer=WHOLE // 2, budget=2 * WHOLE + WHOLE // 3)
+    training.away()
     queue = training.schedule.queue
     queue.bring_ahead(2 * WHOLE)
-    assert queue.is_through
-    queue.send_back(queue.slabs[0].gpu_bytes)
+    assert queue.is_through and training.staying
+    queue.send_back(training.staying + queue.slabs[0].gpu_bytes)
     assert [slab.state for slab in queue.slabs[:2]] == [SlabState.RELOADING, SlabState.OFFLOADING]
     assert list(queue.to_come) == queue.slabs[1:] and not queue.is_through
     training.engine.reload()
