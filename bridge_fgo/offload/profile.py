@@ -99,14 +99,17 @@ class PassMatcher:
 
     def point(self, mark: Mark) -> HoldPlan | None:
         """Pass a point; return the plan that was followed up to it, where another one, or none, is from now on."""
+        if self.checks_inputs_only and not mark.is_compared:
+            return None
+        place, fitting = len(self.marks), self._fitting
         self.marks.append(mark)
-        before = self.plan
-        self._fitting = [plan for plan in self._fitting if self._holds(plan, mark)]
-        return None if self.plan is before else before
-
-    def _holds(self, plan: HoldPlan, mark: Mark) -> bool:
-        measured, passed = plan.profile.forwards if self.checks_inputs_only else plan.profile.marks, len(self.marks)
-        return passed <= len(measured) and measured[passed - 1].bounds(mark)
+        self._fitting = [
+            plan
+            for plan in fitting
+            if place < len(measured := plan.profile.forwards if self.checks_inputs_only else plan.profile.marks)
+            and measured[place].bounds(mark)
+        ]
+        return None if self._fitting[:1] == fitting[:1] else fitting[0]
 
     @property
     def is_shorter(self) -> bool:

@@ -137,10 +137,12 @@ class Schedule:
     def point(self, mark: Mark) -> None:
         """Pass a point: a layer begins its forward or has ended its backward."""
         recorder = self.recorder
-        if recorder.in_step or (self.checks_inputs_only and not mark.is_compared):
+        if recorder.in_step:
             return  # what comes for the update stays, whatever passes late
         recorder.point(mark)
         before = self._matcher.point(mark)
+        if before is None and self.checks_inputs_only:
+            return
         plan = self._plan
         if before is not None:
             is_lost = plan is None and recorder.profile is None
