@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 """Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
@@ -14,8 +14,8 @@ VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 LIMIT, FOLDER, NCCL = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER", "BRIDGE_FGO_NCCL"
 """Environment variables that stand for `host_memory_limit_gib`, `frozen_folder` and `nccl` of each `Residency`."""
 
-PREFIX = "BRIDGE_FGO_"
-NAMES = [name.removeprefix(PREFIX) for name in (VARIABLE, LIMIT, FOLDER, NCCL)]
+VARIABLES = (VARIABLE, LIMIT, FOLDER, NCCL)
+"""All that the package reads."""
 
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
 SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
@@ -32,14 +32,23 @@ MODULES = tuple(module for modules in FRAMEWORKS.values() for module in modules)
 
 
 def refuse_misspelt() -> None:
-    """Raise ValueError where the environment has a variable whose name is almost one of these: nothing reads it."""
+    """Raise ValueError where the environment has a variable that is one of these but for two letters, case or unit."""
     for name, given in os.environ.items():
-        word = name.removeprefix(PREFIX)
-        if word not in (name, *NAMES) and (near := difflib.get_close_matches(word, NAMES, 1)):
-            raise ValueError(
-                f"the environment variable {name}={given!r}: nothing reads it; did you mean {PREFIX}{near[0]}? Rename "
-                "it, or leave it out"
-            )
+        for meant in VARIABLES if name not in VARIABLES else ():
+            spelt = (meant, meant.removesuffix("_GIB"))
+            if not name.startswith(f"{meant}_") and any(_letters_between(name.upper(), each) <= 2 for each in spelt):
+                raise ValueError(
+                    f"the environment variable {name}={given!r}: nothing reads it; did you mean {meant}? Rename it, or "
+                    "leave it out"
+                )
+
+
+def _letters_between(name: str, other: str) -> int:
+    """Return how many letters have to be changed, added or left out of one name for the other."""
+    if abs(len(name) - len(other)) > 2:  # the environment has many variables
+        return 3
+    changes = difflib.SequenceMatcher(None, name, other, autojunk=False).get_opcodes()
+    return sum(max(i - before, j - begin) for tag, before, i, begin, j in changes if tag != "equal")
 
 
 def host_memory_limit_gib() -> float | None:
@@ -84,18 +93,24 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the names that are asked for: by "auto" all, by None those of the environment variable.
 
     Raises:
-        ValueError: a name is none of these, or `nccl` or `require_frozen_folder` raises one.
+        ValueError: a name is none of these.
     """
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
-    names = [name.strip() for name in given.split(",")] if isinstance(given, str) else list(given)
-    names = [name for name in names if name]
+    names: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
+    if isinstance(given, str):
+        names = [name for word in given.split(",") if (name := word.strip())]
     for name in names:
-        if name != "auto" and name not in FRAMEWORKS:
+        if name not in ("auto", *FRAMEWORKS):
             raise ValueError(
                 f"{setting}: there is no framework {name!r}; use 'auto' or any of {', '.join(map(repr, FRAMEWORKS))}"
             )
-    if names:
-        nccl()
-        require_frozen_folder()
     return tuple(FRAMEWORKS) if "auto" in names else tuple(dict.fromkeys(names))
+
+
+def require_environment() -> None:
+    """Raise ValueError where any of the variables has a wrong value, whether it will be needed or not."""
+    framework_names(None)
+    host_memory_limit_gib()
+    nccl()
+    require_frozen_folder()

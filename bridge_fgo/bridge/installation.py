@@ -147,7 +147,7 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
     if config is not None and not isinstance(config, OffloadConfig):
         raise ValueError(f"bridge_fgo.install({config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
     names = framework_names.framework_names(frameworks)
-    framework_names.host_memory_limit_gib()  # mcore's own verbs keep to it too
+    framework_names.require_environment()
     if _installation is not None:
         if config is not None and config != _installation.config:
             raise ValueError(

@@ -40,11 +40,10 @@ def prepare(request: Request) -> None:
     elif not request.script.is_file():
         raise ValueError(f"there is no script {str(request.script)!r}")
     import bridge_fgo
-    from bridge_fgo.bridge.framework_names import framework_names, host_memory_limit_gib
+    from bridge_fgo.bridge.framework_names import require_environment
 
     bridge_fgo.OffloadConfig(**request.config)
-    framework_names(None)
-    host_memory_limit_gib()
+    require_environment()
 
 
 def _can_be_found(module: str) -> bool:

@@ -363,25 +363,28 @@ def test_without_the_variable_an_import_does_nothing_and_with_it_needs_no_torch(
         assert int(done.stdout) == hooks
 
 
-@pytest.mark.parametrize("meant", framework_names.NAMES)
-def test_a_variable_whose_name_is_almost_one_of_these_is_an_error_that_names_it(monkeypatch, meant):
-    for word in ("DEBUG", meant):
-        monkeypatch.setenv(f"BRIDGE_FGO_{word}", "given")
+@pytest.mark.parametrize("meant", framework_names.VARIABLES)
+def test_a_variable_whose_name_is_almost_one_of_these_is_an_error_that_names_it_and_another_is_the_users(
+    monkeypatch, meant
+):
+    for name in (meant, "BRIDGE_FGO_DEBUG", "BRIDGE_FGO_LOG_FOLDER", f"{meant}_X", f"{meant}_LOG", f"MY_{meant}"):
+        monkeypatch.setenv(name, "given")
     framework_names.refuse_misspelt()
-    wrong = {meant[:-1], meant[1:], f"{meant}S"}
-    for word in wrong:
-        monkeypatch.setenv(f"BRIDGE_FGO_{word}", "given")
-        with pytest.raises(ValueError, match=f"BRIDGE_FGO_{word}='given': nothing reads it; .* BRIDGE_FGO_{meant}\\?"):
+    swapped = f"{meant[:-2]}{meant[-1]}{meant[-2]}"
+    for wrong in {meant[:-2], meant[2:], f"{meant}S", meant.lower(), swapped, meant.removesuffix("_GIB")} - {meant}:
+        monkeypatch.setenv(wrong, "given")
+        with pytest.raises(ValueError, match=f"{wrong}='given': nothing reads it; did you mean {meant}\\?"):
             framework_names.refuse_misspelt()
-        monkeypatch.delenv(f"BRIDGE_FGO_{word}")
-    code, environment = "import bridge_fgo", {f"BRIDGE_FGO_{wrong.pop()}": "given"}
+        monkeypatch.delenv(wrong)
+    code, environment = "import bridge_fgo", {f"{meant}S": "given"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "nothing reads it" in done.stderr
 
 
 def test_an_unknown_framework_is_an_error_that_names_the_setting(modules, monkeypatch):
-    with pytest.raises(ValueError, match=r"install\(frameworks=...\): there is no framework 'vrl'; use 'auto' or any"):
-        bridge_fgo.install(frameworks="vrl")
+    for wrong in ("vrl", 3, True, b"verl", {"verl": True}, ["verl", None], [["verl"]]):
+        with pytest.raises(ValueError, match=r"install\(frameworks=...\): there is no framework .*; use 'auto' or any"):
+            bridge_fgo.install(frameworks=wrong)
     monkeypatch.setenv(framework_names.VARIABLE, "verl,nemo")
     installation.install_with_frameworks()
     with pytest.raises(ValueError, match="environment variable BRIDGE_FGO_FRAMEWORKS: there is no framework 'nemo'"):
@@ -411,6 +414,7 @@ def test_the_environment_limits_host_memory_keeps_frozen_parameters_in_files_and
 @pytest.mark.parametrize(
     ("name", "given", "use"),
     [
+        (framework_names.VARIABLE, "vrl", "use 'auto' or any of"),
         (framework_names.LIMIT, "64 GiB", "use a number of GiB above 0"),
         (framework_names.NCCL, "off", "use 'suspend'"),
         (framework_names.NCCL, "suspend", "install a newer one, or leave it out"),
@@ -418,16 +422,14 @@ def test_the_environment_limits_host_memory_keeps_frozen_parameters_in_files_and
         (framework_names.FOLDER, "/dev/shm", "name a folder on a disk"),
     ],
 )
-def test_what_the_environment_says_wrong_of_what_is_asked_for_is_an_error(modules, monkeypatch, name, given, use):
+def test_what_the_environment_says_wrong_is_an_error_whether_it_is_needed_or_not(
+    modules, monkeypatch, name, given, use
+):
     monkeypatch.setenv(name, given)
     monkeypatch.setattr(nccl, "refusal", lambda: "install a newer one")
-    if name == framework_names.LIMIT:
-        with pytest.raises(ValueError, match=f"{name}.*='{given}'.*: .*{use}"):
-            bridge_fgo.install()  # mcore's own verbs keep to it
-    else:
-        bridge_fgo.install().uninstall()
-    with pytest.raises(ValueError, match=f"{name}.*='{given}'.*: .*{use}"):
-        bridge_fgo.install(frameworks="verl")
+    for frameworks in (None, "verl"):
+        with pytest.raises(ValueError, match=f"{name}.*'{given}'.*{use}"):
+            bridge_fgo.install(frameworks=frameworks)
 
 
 @ALL
