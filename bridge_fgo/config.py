@@ -114,6 +114,9 @@ class OffloadConfig:
         def is_number(value: Any, kinds: Any = int | float) -> bool:
             return isinstance(value, kinds) and not isinstance(value, bool)
 
+        for each in fields(self):
+            if type(getattr(self, each.name)).__module__ != "builtins":  # of numpy's a saved config makes zeros
+                refuse(each.name, ": use a value of Python's own types")
         if self.engine not in get_args(Engine):
             refuse("engine", f": use one of {', '.join(get_args(Engine))}")
         for name in ("moments", "master_weights", "pin_memory", *ALWAYS):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from bridge_fgo import OffloadConfig
@@ -25,6 +26,10 @@ from bridge_fgo import OffloadConfig
         *[
             ({"gpu_memory_budget_gib": value}, "gpu_memory_budget_gib")
             for value in (0, -1.0, True, "40", "full", float("inf"), float("nan"))
+        ],
+        *[
+            ({name: value}, rf"OffloadConfig\.{name}=.*: use a value of Python's own types")
+            for name, value in (("fraction", np.float64(0.5)), ("slab_bytes", np.int64(2**21)), ("moments", np.True_))
         ],
         ({"gpu_memory_budget_gib": 40.0, "fraction": 0.5}, r"fraction=0\.5: both say how much"),
     ],

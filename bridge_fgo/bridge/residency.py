@@ -191,8 +191,8 @@ class Residency:
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self._gradients = self._kept(Gradients(buffers, names))
         self._weights = self._kept(Weights(self._chunks, buffers, names, self._device))
-        if frozen_folder == "":
-            raise ValueError("Residency(frozen_folder=''): name a folder, or leave it out")
+        if not isinstance(frozen_folder, str | os.PathLike | None) or frozen_folder == "":
+            raise ValueError(f"Residency(frozen_folder={frozen_folder!r}): name a folder, or leave it out")
         folder = None if frozen_folder is None else Path(frozen_folder)
         in_files = None if folder is None else self._weights.keep_in_files(folder, all_are_frozen)
         # Weights first: DDP's buffers free most of the GPU's memory for the host's.
@@ -654,8 +654,7 @@ class Residency:
 
         def look() -> tuple[tuple[list[WeightSlab], bool, int, Tally], bool]:
             self._require_open(in_block=True)
-            if not isinstance(name, str) or not name:  # an empty one would not end what `weights` refuses
-                raise ValueError(f"keep({name!r}): give a name, which is a text that is not empty")
+            _require_name("keep", name)
             self._weights.require_known()
             slabs, finds = self._weights.chosen(where)
             self._require_plain(slabs)
@@ -693,6 +692,7 @@ class Residency:
     @_verb
     def drop(self, name: str) -> None:
         """Release the host memory of what was kept under a name; local, and no error where nothing was."""
+        _require_name("drop", name)
         self._room += self._sets.drop(name)
 
     @contextmanager
@@ -730,6 +730,7 @@ class Residency:
     def _find_swapped(self, name: str) -> tuple[WeightSet, list[WeightSlab], Tally]:
         def look() -> tuple[tuple[WeightSet, set[WeightSlab], Tally], tuple[set[Any], set[Any]]]:
             self._require_open()
+            _require_name("weights", name)
             if (kept := self._sets.by_name.get(name)) is None:
                 raise ValueError(f"weights({name!r}): kept are {sorted(self._sets.by_name)}; call keep({name!r}) first")
             if self.has_gradients or active_session() is not None:
@@ -1008,8 +1009,20 @@ def _weights_of(units: Iterable[Unit]) -> list[WeightSlab]:
 
 
 def _chunks_of(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return model chunks as a list, of whatever type they are."""
-    return list(model) if isinstance(model, Sequence) else [model]
+    """Return model chunks as a list, or raise ValueError where one is something else."""
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    for wrong in [type(chunk) for chunk in chunks if not isinstance(chunk, torch.nn.Module)]:
+        raise ValueError(
+            f"Residency(model={wrong.__name__}): pass a module, or a list of model chunks, and then the optimizer: "
+            "Residency(model, optimizer)"
+        )
+    return chunks
+
+
+def _require_name(verb: str, name: Any) -> None:
+    """Raise ValueError where a name for weights is none; an empty one would not end what `weights` refuses."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{verb}({name!r}): give a name, which is a text that is not empty")
 
 
 def _require_found(is_any: bool) -> None:

@@ -32,12 +32,6 @@ def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
-    if not isinstance(chunk, torch.nn.Module):
-        yield (
-            f"Residency(model={type(chunk).__name__}): pass a module, or a list of model chunks, and then the "
-            "optimizer: Residency(model, optimizer)"
-        )
-        return
     for module in chunk.modules():
         if "FullyShardedDataParallel" in type(module).__name__:
             yield (

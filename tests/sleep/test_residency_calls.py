@@ -3,9 +3,11 @@
 import copy
 import gc
 import io
+import re
 import threading
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from cpu_training import CpuTraining
@@ -275,6 +277,12 @@ def test_arguments_that_are_something_else_are_refused_with_what_to_pass(trainin
     ):
         with pytest.raises(ValueError, match=match):
             bridge_fgo.Residency(*wrong)
+    for wrong in (None, training.optimizer, ["model"]):
+        with pytest.raises(ValueError, match=r"Residency\(model=.*\): pass a module"):
+            bridge_fgo.Residency.of(wrong)
+    for wrong in (3, True, b"folder", ["folder"], np.array(["one", "other"]), ""):  # which Path takes for "."
+        with pytest.raises(ValueError, match=rf"frozen_folder={re.escape(repr(wrong))}\): name a folder"):
+            bridge_fgo.Residency(training.model, frozen_folder=wrong)
     res = bridge_fgo.Residency(training.model)  # parameters and gradients move without it
     res.offload()
     assert res.away == {"params", "grads"}

@@ -1,5 +1,7 @@
 """Weights that were kept under a name are swapped into the model for a block; its own are bitwise there afterwards."""
 
+import re
+
 import pytest
 import torch
 from sleeping import GIB, WHOLE, double_masters, trained
@@ -174,10 +176,13 @@ def test_ranks_of_a_buffer_that_differ_in_what_is_away_or_kept_are_refused_befor
         pass
 
 
-@pytest.mark.parametrize("name", ["", None, 3])
+@pytest.mark.parametrize("name", ["", None, 3, ["ref"]], ids=repr)
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ValueError, match=rf"keep\({name!r}\): give a name"):
-        bridge_fgo.Residency(torch.nn.Linear(3, 2)).keep(name)
+    res = bridge_fgo.Residency(torch.nn.Linear(3, 2))
+    verbs = {"keep": res.keep, "drop": res.drop, "weights": lambda name: res.weights(name).__enter__()}
+    for verb, call in verbs.items():
+        with pytest.raises(ValueError, match=rf"{verb}\({re.escape(repr(name))}\): give a name"):
+            call(name)
 
 
 def test_keep_of_parameters_that_are_away_says_what_to_call_and_its_host_memory_ends_with_close(sleeper):
