@@ -40,7 +40,7 @@ from bridge_fgo.sleep.moved import (
     wait_for_gpu,
 )
 from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
-from bridge_fgo.sleep.refusals import PLAIN, ddp_of, refuse_models
+from bridge_fgo.sleep.refusals import PLAIN, attached_engine, ddp_of, movable_optimizers, refuse_models
 from bridge_fgo.sleep.states import WHOLE_MASTERS, OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
 from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
@@ -138,19 +138,13 @@ class Residency:
             raise ValueError("Residency(nccl='suspend') on some ranks alone: set it on all of them, or on none")
         try:
             with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-                self._make(optimizer, config, limit, frozen_folder)
+                self._make(optimizer, limit, frozen_folder)
         except BaseException:
             self._let_go()
             raise
         _open.add(self)
 
-    def _make(
-        self,
-        optimizer: Any,
-        config: OffloadConfig | None,
-        limit: float,
-        frozen_folder: str | os.PathLike[str] | None,
-    ) -> None:
+    def _make(self, optimizer: Any, limit: float, frozen_folder: str | os.PathLike[str] | None) -> None:
         """Find what moves, and take host memory for it. Between collectives nothing may fail on one rank alone."""
         room, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, optimizer is None, limit))
         if any(each is not None for each in in_files) and not any(in_files):  # told: the others go on with ranks
@@ -158,7 +152,7 @@ class Residency:
                 f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
             )
         if optimizer is not None:
-            self._states = self._kept(OptimizerStates(optimizer, config, host_bytes=room, otherwise=self._settings))
+            self._states = self._kept(OptimizerStates(optimizer, self._settings, host_bytes=room))
         staying, places = told_by_ranks(lambda: self._lacking(limit))
         alike = set[Any]().union(*places) - {None}
         _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
@@ -173,7 +167,7 @@ class Residency:
         hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
-        if config is not None and config.activation_waits:
+        if settings.activation_waits:
             activation_offload.add_waits()
 
     def _find_memory(
@@ -1055,7 +1049,7 @@ def _accepted(
     chunks = _chunks_of(model)
     refuse_models(chunks)
     if config is not None:
-        _refuse_settings(config, moves_states=optimizer is not None)
+        _refuse_settings(config, optimizer)
         if config.activation_waits:
             activation_offload.refuse_unwaited(getattr(chunks[0], "config", None))
     if Residency.of(chunks) is not None:
@@ -1084,8 +1078,8 @@ def _settings(config: OffloadConfig | None, optimizer_config: Any, moves_states:
     return replace(found, engine="native", master_remainders=bool(found.master_remainders))
 
 
-def _refuse_settings(config: OffloadConfig, moves_states: bool) -> None:
-    """Raise ValueError where a setting would have no effect in a Residency; `attached_engine` refuses others."""
+def _refuse_settings(config: OffloadConfig, optimizer: Any) -> None:
+    """Raise ValueError where a setting would have no effect in a Residency."""
     if not isinstance(config, OffloadConfig):
         raise ValueError(f"Residency(config={config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
     if config.engine == "mcore":
@@ -1104,10 +1098,17 @@ def _refuse_settings(config: OffloadConfig, moves_states: bool) -> None:
             "set it to False, and read the peaks of training_step() from bridge_fgo.stats()"
         )
     lost = [each for each in config.native_only_settings() if not each.startswith("pin_memory=")]
-    if lost and not moves_states:
+    if lost and optimizer is None:
         raise ValueError(
             f"Residency(config=OffloadConfig({', '.join(lost)})) with optimizer=None: there are no states to offload; "
             "leave it out, or give Residency the optimizer"
+        )
+    attached = None if optimizer is None else attached_engine(movable_optimizers(optimizer))
+    in_force = config if attached is None else attached.config
+    if lost := [each for each in config.native_only_settings() if each not in in_force.native_only_settings()]:
+        raise ValueError(
+            f"Residency(config=OffloadConfig({', '.join(lost)})): the engine that is attached to the optimizer has "
+            "settings of its own; leave config out, and give the settings to bridge_fgo.install"
         )
     needs = {"activation_waits": config.activation_waits, "gpu_memory_budget_gib": config.gpu_memory_budget_gib}
     for name, value in needs.items():

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
@@ -161,11 +160,11 @@ def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
     return ""
 
 
-def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> NativeEngine | None:
+def attached_engine(optimizers: Sequence[Any]) -> NativeEngine | None:
     """Return the engine that is attached to the optimizers of this rank, if one is.
 
     Raises:
-        ValueError: it is of another kind, or there are several, or settings do not reach it, or it is yet to come.
+        ValueError: it is of another kind, or there are several, or it is yet to come.
     """
     engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
     if not engines:
@@ -189,11 +188,5 @@ def attached_engine(optimizers: Sequence[Any], config: OffloadConfig | None) -> 
         raise ValueError(
             f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
             "OffloadConfig(engine='native')"
-        )
-    in_force = engine.config.native_only_settings()
-    if lost := [each for each in config.native_only_settings() if each not in in_force] if config is not None else []:
-        raise ValueError(
-            f"Residency(config=OffloadConfig({', '.join(lost)})): the engine that is attached to the optimizer has "
-            "settings of its own; leave config out, and give the settings to bridge_fgo.install"
         )
     return engine

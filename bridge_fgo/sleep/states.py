@@ -38,7 +38,7 @@ class OptimizerStates:
 
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
-        config: for an engine of its own; None for what `otherwise` returns.
+        settings: returns those of an engine of its own, where none is attached.
         alone: whether other ranks may not make theirs now, and are not asked.
         host_bytes: the most host memory for an engine of its own; states that do not fit stay on the GPU.
 
@@ -52,15 +52,14 @@ class OptimizerStates:
     def __init__(
         self,
         optimizer: Any,
-        config: OffloadConfig | None = None,
+        settings: Callable[[], OffloadConfig] = lambda: WHOLE_MASTERS,
         alone: bool = False,
         host_bytes: float = math.inf,
-        otherwise: Callable[[], OffloadConfig] = lambda: WHOLE_MASTERS,
     ) -> None:
         self.meter = PeakMeter()
         together: Callable[[Callable[[], Any]], Any] = (lambda act: act()) if alone else on_every_rank
         self.optimizers = together(lambda: movable_optimizers(optimizer))
-        attached = together(lambda: attached_engine(self.optimizers, config))
+        attached = together(lambda: attached_engine(self.optimizers))
         # The same on all ranks: one whose optimizers are all stubs has none to be attached.
         self.is_owner = attached is None if alone else not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
@@ -68,7 +67,7 @@ class OptimizerStates:
         if attached is None:
             if self.is_owner:
                 make = partial(NativeEngine, self.sources, meter=self.meter, host_bytes=host_bytes)
-                attached = together(lambda: make(config=config or otherwise()))
+                attached = together(lambda: make(config=settings()))
             else:
                 attached = NativeEngine([], WHOLE_MASTERS, self.meter)
         self.engine, self.config = attached, attached.config

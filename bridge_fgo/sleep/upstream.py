@@ -202,6 +202,6 @@ def _states_of(optimizer: Any, config: OffloadConfig | None, limit: float = math
         config, engine="native", master_remainders=False, fraction=1.0, gpu_memory_budget_gib=None,
         moments=True, master_weights=True,
     )  # fmt: skip
-    states = OptimizerStates(optimizer, whole, alone=True, host_bytes=_room(limit))
+    states = OptimizerStates(optimizer, lambda: whole, alone=True, host_bytes=_room(limit))
     _states.add(states)
     return states
