@@ -253,6 +253,24 @@ def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_one_larger_tha
     assert gradients.moving_bytes == gradients.traffic.out == 0 and ddp.different() == []
 
 
+def test_copies_of_four_buckets_at_most_are_under_way_however_slow_and_none_at_the_end_of_a_forward():
+    transfers, ddp, under_way = Transfers(), FakeDdp((7,)), []
+    transfers.has_left = lambda bucket: False
+    gradients = taken(ddp, transfers)
+    point = gradients.point
+
+    def passes(mark):
+        point(mark)
+        under_way.append(states(gradients).count("OFFLOADING"))
+
+    gradients.point = passes
+    begin_microbatch(ddp)
+    forward(ddp, gradients)
+    backward(ddp, gradients, 1.0)
+    forward(ddp, gradients)
+    assert under_way == [0] * 7 + [1, 2, 3, 4, 4, 4] + [4] * 5 + [0] * 2
+
+
 # Faults.
 
 

@@ -183,6 +183,15 @@ def test_what_is_not_offloaded_or_was_replaced_is_saved_as_it_is_and_what_a_load
     assert are_equal(handed, expected)
 
 
+def test_each_of_two_optimizers_that_are_saved_at_once_hands_out_its_own_states_and_leaves_them_where_they_are():
+    training = made(optimizers=2)
+    one, other = training.sources
+    with training.engine.saving(one, copies=True), training.engine.saving(other, copies=False):
+        for source in training.sources:
+            training.handed(source)
+    assert training.residencies == {SlabState.RELEASED}
+
+
 def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops():
     training = made()
     (source,), (param, *_) = training.sources, masters_of(training.optimizers[0])

@@ -14,6 +14,7 @@ from bridge_fgo.tools.job.held import Held, OptimizerStates, Tensor
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import Parallel
 from bridge_fgo.tools.plan import command, recommend
+from bridge_fgo.tools.plan.activations import Backward
 from bridge_fgo.tools.plan.compute import Compute
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.phases import ALONE, REFERENCE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases
@@ -223,6 +224,14 @@ def test_gradients_count_at_the_peak_as_far_as_they_are_there_and_what_moves_is_
     assert max(plan.pinned) == plan.links[0].pinned == stage.states.offloaded + stage.moving
     notes = [text for text in plan.notes if text.startswith("OffloadConfig.gradients=")]
     assert len(notes) == (note is not None) and all(re.search(note, text) for text in notes)
+
+
+def test_beside_the_activations_of_several_microbatches_four_buckets_are_on_their_way_at_most(monkeypatch):
+    most = [(60 * GB - 5 * GB * (7 - tensor), tensor) for tensor in reversed(range(8))]
+    monkeypatch.setattr("bridge_fgo.tools.plan.estimate.backward_of", lambda *_: Backward(most, [(0, 0)]))
+    (stage,) = plan_of(4, EIGHT, OFF, activations=60 * GB).stages
+    # Of the fifth tensor that has its backward: with its bucket the four before it, and the next one.
+    assert stage.spared == (60 + 80) * GB - (40 + 60) * GB
 
 
 def test_a_microbatch_hides_gradients_where_it_takes_as_long_as_their_way(capsys):
