@@ -270,6 +270,8 @@ def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_j
         ("--fsdp optim --full-graphs", "--full-graphs with --fsdp optim"),
         ("--time-limit 60", "--time-limit 60: only arms in turn"),
         ("--rounds 2", "--rounds 2: only arms in turn"),
+        ("--turn-steps 9", "--turn-steps 9: only arms in turn"),
+        ("--half-budget-gib 20 --arms resident,native", "--half-budget-gib 20: of the half arm"),
         ("--in-turn --saves", "leave one out"),
         ("--in-turn --arms resident,half:A=1", "--half-budget-gib"),
         ("--in-turn --steps 9", "--rounds"),

@@ -121,9 +121,12 @@ class Settings:
             raise ValueError(
                 f"--full-graphs with --fsdp {self.fsdp}: Megatron-FSDP is not set up to be captured here; leave one out"
             )
-        if not self.in_turn and (self.rounds > 1 or self.time_limit is not None):
-            given = f"--rounds {self.rounds}" if self.time_limit is None else f"--time-limit {self.time_limit:g}"
-            raise ValueError(f"{given}: only arms in turn train in rounds; give --in-turn too")
+        for name in ("rounds", "turn_steps", "time_limit"):
+            if not self.in_turn and (given := getattr(self, name)) != getattr(Settings, name):
+                option = f"--{name.replace('_', '-')} {given:g}"
+                raise ValueError(f"{option}: only arms in turn train in rounds; give --in-turn too")
+        if self.half_budget_gib is not None and "half" not in kinds:
+            raise ValueError(f"--half-budget-gib {self.half_budget_gib:g}: of the half arm, and there is none")
         if self.in_turn and self.steps is not None:
             raise ValueError("--steps with --in-turn: --rounds and --turn-steps say how many")
         if self.in_turn and self.saves:
