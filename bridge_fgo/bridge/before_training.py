@@ -13,8 +13,7 @@ from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, check_flag, choose_engi
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
-from bridge_fgo.bridge.settings import SETTINGS, caller, given_settings, settings_of, write_settings
-from bridge_fgo.config import needing_offload
+from bridge_fgo.bridge.settings import caller, idle_settings, settings_of, write_settings
 from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late
 from bridge_fgo.states.shadowed import shadowed
@@ -41,9 +40,9 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         activation_offload.add_waits()
     if flag_is_set(optimizer):
         write_settings(optimizer)
-    elif given := needing_offload(given_settings(optimizer)):
-        told = ", ".join(f"optimizer.{SETTINGS}.{name}={value!r}" for name, value in given.items())
-        logger.warning("bridge_fgo: optimizer.%s is not set: nothing is offloaded, in spite of %s", FLAG, told)
+    elif told := ", ".join(idle_settings(optimizer)):
+        said = "bridge_fgo: optimizer.%s is not set: Bridge's train_step offloads nothing, in spite of %s"
+        logger.warning(said, FLAG, told)
     return result
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, needing_offload
 
 DEFAULTS = OffloadConfig()
 SETTINGS = "offload"  # the field of OptimizerConfig
@@ -92,6 +92,13 @@ def settings_of(optimizer_config: Any, installed: OffloadConfig | None = None) -
                 "bridge_fgo.install or as an option: leave out one of them"
             )
     return dataclasses.replace(installed, **given) if given else installed
+
+
+def idle_settings(optimizer_config: Any) -> list[str]:
+    """Return the settings, of an OptimizerConfig and of `install`, that have no effect while the flag is unset."""
+    installed = {name: value for name, value in vars(installed_config()).items() if value != getattr(DEFAULTS, name)}
+    places = {f"optimizer.{SETTINGS}": given_settings(optimizer_config), "OffloadConfig": installed}
+    return [f"{place}.{name}={each!r}" for place in places for name, each in needing_offload(places[place]).items()]
 
 
 def write_settings(optimizer_config: Any) -> None:

@@ -395,11 +395,18 @@ def test_a_section_of_the_users_own_a_field_of_almost_that_name_and_what_speaks_
     assert list(refusals.misspelt_flags(config)) == []
 
 
-def test_settings_of_what_is_off_are_said_to_do_nothing_and_a_mock_sets_nothing(installed, caplog):
-    config = make_container(offload=False, fraction=0.5)
-    with caplog.at_level(logging.WARNING):
-        config.validate()
-    assert "nothing is offloaded, in spite of optimizer.offload.fraction=0.5" in caplog.text
+@pytest.mark.parametrize("given", ["optimizer.offload.fraction=0.5", "OffloadConfig.fraction=0.5", ""])
+def test_settings_of_what_is_off_are_said_to_do_nothing(cpu_standins, caplog, given):
+    with bridge_fgo.install(OffloadConfig(measure=True, fraction=0.5 if "Config" in given else 1.0)):
+        import megatron.bridge.training.config  # noqa: F401
+
+        config = make_container(offload=False, **{"fraction": 0.5} if "optimizer" in given else {})
+        with caplog.at_level(logging.WARNING):
+            config.validate()
+    assert ("train_step offloads nothing" in caplog.text) == bool(given) and given in caplog.text
+
+
+def test_a_mock_sets_nothing(installed):
     assert settings.settings_of(mock.Mock()) == settings.installed_config()
 
 
