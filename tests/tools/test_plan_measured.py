@@ -12,7 +12,7 @@ from built_jobs import job
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.tools.job.job import read_job
-from bridge_fgo.tools.plan.activations import activation_bytes
+from bridge_fgo.tools.plan.activations import activation_bytes, backward_of, copied_bytes, tokens_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import floor_seconds, links
 
@@ -114,14 +114,32 @@ def test_peaks_of_experts_of_recomputation_and_of_activation_offload_are_those_t
             assert activation_bytes(of_job, 0) is None
             vars(of_job.config.model).update(activation_offload_fraction=1.0, min_offloaded_tensor_size=2**20)
     if of_job.config.model.cpu_offloading:
-        of_layers = [stage.activations]
-        for count in (1, 0):
+        at_loss = []
+        for count in (2, 1, 0):
             of_job.config.model.cpu_offloading_num_layers = count
-            of_layers.append(activation_bytes(of_job, 0))
-        assert of_layers == sorted(of_layers)
+            at_loss.append(backward_of(of_job, 0).most[0][0])
+        the_input = tokens_of(of_job) * of_job.config.model.hidden_size * 2
+        assert at_loss[1] - at_loss[0] == at_loss[2] - at_loss[1] + the_input, "the model's input stays"
 
 
 FOUR = "--layers 4 --hidden 2048 --ffn 4096 --heads 16 --seq 2048 --mbs 4 --gbs 16 --recompute attention --vocab 8192"
+
+
+def test_a_layer_is_back_before_its_backward_and_what_is_too_small_or_of_latent_attention_is_not_counted_as_offloaded():
+    of_job = job(LARGE, 1)
+    model = of_job.config.model
+    vars(model).update(offloaded("qkv_linear"))
+    third, second, first = (nbytes for nbytes, _ in backward_of(of_job, 0).most[-3:])
+    moved = copied_bytes(of_job, 0)[0]
+    assert (second - first) - (third - second) == moved > 0, "beside the second's backward the first one is prefetched"
+    model.min_offloaded_tensor_size = moved // 2 // 2  # elements of each of its two tensors
+    assert copied_bytes(of_job, 0)[0] == moved
+    model.min_offloaded_tensor_size += 1
+    assert not any(copied_bytes(of_job, 0))
+    latent = job("latent_experts", 1)
+    for modules, is_counted in ((["attn_proj"], True), (["qkv_linear"], False)):
+        vars(latent.config.model).update(offloaded(*modules))
+        assert (activation_bytes(latent, 0) is not None) is is_counted
 
 
 def test_the_host_memory_that_mcore_pins_for_activations_is_what_a_run_pinned():

@@ -218,6 +218,22 @@ def test_beside_a_configs_own_activation_offload_no_way_is_told_whose_activation
     assert "model.fine_grained_activation_offloading=False" in whole.overrides
 
 
+@pytest.mark.parametrize("graphs", [["attn"], ["moe_router"]])
+def test_norms_that_mcore_does_not_offload_beside_cuda_graphs_are_neither_offered_nor_counted(graphs):
+    of_job = job(f"{FIVE} --experts 4 --topk 2 --grouped-experts", 1)
+    model = of_job.config.model
+    assert choice(recommended(of_job), OFFLOADED).overrides[1].endswith("[qkv_linear,mlp_norm,expert_fc1,moe_act]")
+    model.cuda_graph_modules = graphs
+    without = choice(recommended(of_job), OFFLOADED)
+    assert without.overrides[1].endswith("[qkv_linear,expert_fc1,moe_act]")
+    vars(model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear", "expert_fc1", "moe_act"])
+    stages = make_estimate(of_job).stages
+    model.offload_modules += ["mlp_norm"]
+    assert make_estimate(of_job).stages == stages and stages[0].peak(0) == without.peak
+    model.offload_modules = ["attn_norm"]
+    assert make_estimate(of_job).knows_activations is (graphs == ["attn"]), "it stays, or is not counted"
+
+
 def test_layers_that_transformer_engine_offloads_have_their_terms_too():
     options = "--layers 4 --hidden 1024 --heads 16 --seq 2048 --mbs 4 --gbs 16"
     found = recommendation(f"{options} --cpu-offloading-layers 2")

@@ -28,6 +28,14 @@ def recomputed_modules(model: Any) -> set[str]:
     return {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if is_on else set()
 
 
+def offloaded_beside_graphs(model: Any, modules: list[str]) -> list[str]:
+    """Return those of some modules that mcore offloads: of norms before CUDA graphs' modules it only warns."""
+    captured = {str(getattr(module, "name", module)) for module in getattr(model, "cuda_graph_modules", None) or []}
+    staying = {"attn_norm"} if "attn" in captured else set()
+    staying |= {"mlp_norm"} if captured & {"attn", "moe_router"} else set()
+    return [name for name in modules if name not in staying]
+
+
 def kinds(model: Any) -> dict[str, dict[str, Any]]:
     """Return what changes in a model's config by kind: of those above, and of mcore's activation offload.
 
@@ -49,7 +57,7 @@ def kinds(model: Any) -> dict[str, dict[str, Any]]:
         modules += ["mlp_norm"] if getattr(model, "num_moe_experts", None) else []
     if getattr(model, "num_moe_experts", None) and model.moe_grouped_gemm and "moe" not in again:
         modules += ["expert_fc1", *(["moe_act"] if "moe_act" not in again else [])]
-    offload = {"fine_grained_activation_offloading": True, "offload_modules": modules}
+    offload = {"fine_grained_activation_offloading": True, "offload_modules": offloaded_beside_graphs(model, modules)}
     return KINDS | ({OFFLOADED: (NONE if granularity == "full" else {}) | offload} if modules else {})
 
 

@@ -27,7 +27,7 @@ from bridge_fgo.bridge.compat import as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.recomputation import recomputed_modules
+from bridge_fgo.tools.job.recomputation import offloaded_beside_graphs, recomputed_modules
 
 HALF = 2
 """Bytes of an element of bf16 or fp16."""
@@ -253,7 +253,8 @@ def recomputation(model: Any) -> tuple[str | None, bool, int]:
 
 def offload_modules(model: Any) -> list[str]:
     """Return the modules whose activations mcore offloads."""
-    return model.offload_modules if getattr(model, "fine_grained_activation_offloading", False) else []
+    is_on = getattr(model, "fine_grained_activation_offloading", False)
+    return offloaded_beside_graphs(model, model.offload_modules if is_on else [])
 
 
 def offloaded_layers(model: Any) -> int:
@@ -269,7 +270,7 @@ def _offload_is_counted(model: Any) -> bool:
     is_whole = model.activation_offload_fraction == 1.0 and not model.delta_offload_bytes_across_pp_ranks
     is_whole = is_whole and model.min_offloaded_tensor_size <= DEFAULT_LEAST_NUMEL
     of_latent = getattr(model, "multi_latent_attention", False) and "qkv_linear" in model.offload_modules
-    return {*model.offload_modules} <= known and is_whole and not of_latent and recomputation(model)[0] != "full"
+    return {*offload_modules(model)} <= known and is_whole and not of_latent and recomputation(model)[0] != "full"
 
 
 @dataclass(frozen=True)
