@@ -206,3 +206,12 @@ def test_masters_that_stayed_so_far_are_watched_as_long_once_a_larger_pass_has_t
             scale_weights(*training.optimizers, *training.twins)
     assert any(not part.stays for part in training.parts())
     assert sum("master_remainders" in line for line in training.said) == 1 and not announced
+
+
+def test_masters_go_on_being_copied_whole_after_a_save_in_a_step_that_has_them_whole():
+    masters = watched()[0].engine.masters
+    with masters.copied_whole():
+        with masters.copied_whole():
+            pass
+        assert masters.remainders.is_paused
+    assert not masters.remainders.is_paused
