@@ -57,7 +57,7 @@ class DebugTransfers(Transfers):
         self.capturing = transfers.capturing
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
-        self.stream, self.wait_for = transfers.stream, transfers.wait_for
+        self.join, self.wait_for = transfers.join, transfers.wait_for
         self._random = random.Random(seed)
         # slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[Movable]() for _ in range(3))

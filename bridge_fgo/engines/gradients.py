@@ -155,7 +155,7 @@ class Gradients:
     def begin_pass(self) -> None:
         """Begin a pass on the current stream, before its gradients are zeroed."""
         if self.interrupted and torch.cuda.is_available():
-            # Race: autograd has not had this stream wait for those on which it adds to gradients, and memory is freed.
+            # Race: nobody has waited for a reduction that was under way, and memory is freed.
             torch.cuda.synchronize()
         self.interrupted = False
         self._transfers.begin_pass()
@@ -284,6 +284,7 @@ class Gradients:
     def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:
         for one in mine:
             one.asleep = ""
+            one.wait_for_adders()
             if one.state is not BucketState.ABSENT:
                 one.require()
         whole = buffer.grad_data

@@ -184,13 +184,25 @@ class GradientBucket:
         self.state = BucketState.HERE
         self.read.clear()
         self._streams.clear()
-        if not self.moves:
-            self._watch(False)
 
     def note(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of a parameter is read on the current stream, to be added to."""
+        """Note that the gradient of a parameter is read on the current stream, to be added to.
+
+        Where the bucket does not move, the first read is enough.
+        """
         self.read.add(id(param))
-        self._streams.add(self._transfers.stream())
+        # Race: a side stream of the model, which had waited for others before one of these brought the bucket, would
+        # add to gradients that are yet to be zeroed, or copied in.
+        self._transfers.join(self._streams)
+        if not self.moves:
+            set_class(param, class_of(param))
+
+    def wait_for_adders(self) -> None:
+        """Have the training stream wait for those on which gradients were read, to be added to."""
+        # Race: Bridge builds DDP on a stream of its own, on which autograd then adds to the gradients that no matrix
+        # product accumulates; the training stream waits for it as a backward ends, if no error ends that. A copy would
+        # miss what is added, and it would be added to freed memory.
+        self._transfers.wait_for(self._streams)
 
     def offload(self) -> None:
         """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
@@ -200,9 +212,7 @@ class GradientBucket:
         if not self.moves:
             self._watch(True)
         with self._traffic:
-            # Race: Bridge builds DDP on a stream of its own, on which autograd then adds to the gradients that no
-            # matrix product accumulates. The copy would miss what is added, and it would be added to freed memory.
-            self._transfers.wait_for(self._streams)
+            self.wait_for_adders()
             self._transfers.copy_out(self)
         self._traffic.out += self.nbytes
         self.state = BucketState.OFFLOADING
@@ -227,6 +237,7 @@ class GradientBucket:
         if self.state is BucketState.HERE:
             self._watch(True)
         if self.gpu is not None:  # whatever the state: an error may have come between the two
+            self.wait_for_adders()
             if self._host is not None:
                 # Race: where a pass ended with an error, or an offload was given up, a copy may still use the memory.
                 self._transfers.wait_out(self)
@@ -305,8 +316,7 @@ def _members(cls: type[torch.Tensor]) -> dict[str, Any]:
         if bucket is not None:
             if bucket.state is not BucketState.HERE:
                 bucket.require()
-            if bucket.moves:
-                bucket.note(self)
+            bucket.note(self)
         try:
             return own["main_grad"]
         except KeyError:  # of a copy, or of a quantized tensor that is no parameter

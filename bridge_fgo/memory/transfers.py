@@ -78,9 +78,8 @@ class Transfers:
         """Context on that stream, ordered after what the current stream holds and before what it gets next."""
         return nullcontext()
 
-    def stream(self) -> int:
-        """Return a handle of the current stream."""
-        return 0
+    def join(self, streams: set[int]) -> None:
+        """Add the current stream to some; one that is new there waits for what the training stream holds now."""
 
     def wait_for(self, streams: Iterable[int]) -> None:
         """Have the training stream wait for what these hold now."""
@@ -272,8 +271,11 @@ class CudaTransfers(Transfers):
             self._order(compute, current)
 
     @override
-    def stream(self) -> int:
-        return current_stream(self._index)
+    def join(self, streams: set[int]) -> None:
+        if (current := current_stream(self._index)) not in streams:
+            if current != self._handle:
+                self._order(self._handle, current)
+            streams.add(current)
 
     @override
     def wait_for(self, streams: Iterable[int]) -> None:
