@@ -27,9 +27,16 @@ from bridge_fgo.states.distributed import MOMENTS
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 FSDP = "ddp.use_megatron_fsdp=True"
 MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
-"""mcore's names of Muon. Those with "dist_" run over a LayerWiseDistributedOptimizer."""
-LAYER_WISE = tuple(name for name in MUONS if name.startswith("dist_"))
+"""mcore's names of Muon."""
 _NAME = re.compile(r"\w+\.\w+")
+
+
+def is_layer_wise(optimizer: Any) -> bool:
+    """Return whether, by its OptimizerConfig, a Muon runs over mcore's LayerWiseDistributedOptimizer."""
+    name = setting_of(optimizer, "optimizer")
+    return name in MUONS and (
+        name.startswith("dist_") or setting_of(optimizer, "use_layer_wise_distributed_optimizer") is True
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,11 @@ class Asked:
         """Whether the weights are fp32; a recipe that Bridge has not validated says so by `mixed_precision` alone."""
         is_half = self["model.bf16"] is not False or self["model.fp16"] is not False
         return not is_half and getattr(self.cfg, "mixed_precision", None) is None
+
+    @property
+    def is_layer_wise(self) -> bool:
+        """As the function."""
+        return is_layer_wise(getattr(self.cfg, "optimizer", None))
 
     @property
     def saves(self) -> bool:
@@ -158,7 +170,7 @@ OF_OPTIMIZERS = [
         "mcore then asks for DDP buffers laid out by layers, which Bridge does not make, so that no optimizer can be "
         "built, with the flag or without; set optimizer.use_distributed_optimizer=False and "
         "ddp.use_distributed_optimizer=False",
-        lambda a: a.sets("optimizer.use_distributed_optimizer") and a["optimizer.optimizer"] in LAYER_WISE),
+        lambda a: a.sets("optimizer.use_distributed_optimizer") and a.is_layer_wise),
     HYBRID,
     STEP_IN_GRAPH,
     *FP8_MOMENTS,
@@ -242,7 +254,7 @@ OF_SETTINGS = [
         "ddp.overlap_param_gather=False, or OffloadConfig(master_weights=False), which offloads the moments alone",
         lambda a: (
             a.sets("OffloadConfig.master_weights", "ddp.overlap_param_gather")
-            and a["optimizer.optimizer"] in LAYER_WISE
+            and a.is_layer_wise
             and a["model.fp8_recipe"] == "mxfp8"
             and (a.sets("ddp.fp8_param_gather") or a.sets("model.fp8_param"))
         )),
@@ -275,8 +287,9 @@ OF_SETTINGS = [
     _gradients("model.cuda_graph_impl",
         "a CUDA graph has the addresses of the gradients baked in; set model.cuda_graph_impl='none'",
         lambda a: isinstance(a["model.cuda_graph_impl"], str) and a["model.cuda_graph_impl"] != "none"),
-    _gradients("optimizer.optimizer", "its all-gather of weights takes the memory of the gradients; use 'muon'",
-        lambda a: a["optimizer.optimizer"] in LAYER_WISE),
+    _gradients("optimizer.optimizer", "its all-gather of weights takes the memory of the gradients; use 'muon' without "
+        "optimizer.use_layer_wise_distributed_optimizer",
+        lambda a: a.is_layer_wise),
     *(
         _gradients(name, f"kernels add to gradients later than, or beside, a layer's backward; set {name}=False, or "
             f"{GRADIENTS}='lazy'", lambda a, name=name: a.sets(GRADIENTS, name))

@@ -39,6 +39,10 @@ OFF = LAZY | {"OffloadConfig.gradients": True}
 OF_MCORE = {"OffloadConfig.engine": "mcore"}
 WHOLE = {"optimizer.use_distributed_optimizer": False}
 FSDP = {"ddp.use_megatron_fsdp": True}
+LAYER_WISE = (
+    {"optimizer.optimizer": "dist_muon"},
+    {"optimizer.optimizer": "muon", "optimizer.use_layer_wise_distributed_optimizer": True},
+)
 ROWS = {
     name: rows
     for name, rows in vars(refusals).items()
@@ -51,7 +55,7 @@ REFUSED = {
             WHOLE | {"optimizer.optimizer": name, "optimizer.muon_scalar_optimizer": "lion"}
             for name in ("muon", "dist_muon", "adaptive_muon")
         ),
-        {"optimizer.optimizer": "dist_muon", "optimizer.use_distributed_optimizer": True},
+        *(muon | {"optimizer.use_distributed_optimizer": True} for muon in LAYER_WISE),
         {"optimizer.optimizer_cpu_offload": True},
         {"optimizer.optimizer_cuda_graph": True},
         {"optimizer.exp_avg_dtype": torch.uint8},
@@ -75,13 +79,10 @@ REFUSED = {
     ],
     "OF_SETTINGS": [
         {"OffloadConfig.moments": False, "model.bf16": False},
-        WHOLE
-        | {
-            "optimizer.optimizer": "dist_muon",
-            "ddp.overlap_param_gather": True,
-            "model.fp8_recipe": "mxfp8",
-            "ddp.fp8_param_gather": True,
-        },
+        *(
+            WHOLE | muon | {"ddp.overlap_param_gather": True, "model.fp8_recipe": "mxfp8", "ddp.fp8_param_gather": True}
+            for muon in LAYER_WISE
+        ),
         REMAINDERS | {"model.bf16": False},
         REMAINDERS | {"model.fp16": True},
         REMAINDERS | {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8": True},
@@ -94,7 +95,7 @@ REFUSED = {
         LAZY | {"model.moe_single_grouped_weight": True},
         LAZY | {"model.moe_single_grouped_bias": True},
         LAZY | {"model.cuda_graph_impl": "transformer_engine"},
-        LAZY | WHOLE | {"optimizer.optimizer": "dist_muon"},
+        *(LAZY | WHOLE | muon for muon in LAYER_WISE),
         *(
             OFF | {f"model.{name}": True}
             for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge_fgo.bridge.refusals import LAYER_WISE, uses_fsdp
+from bridge_fgo.bridge.refusals import is_layer_wise, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.gradients import AHEAD, LARGEST_SHARE, MOST_LEAVING
 from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
@@ -416,7 +416,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
             "Megatron-FSDP: `other` is an upper bound of the weights that are gathered, and of the gradients that wait "
             "for their reduction; each rank's states are those of the first, which has the least padding"
         )
-    elif optimizer.optimizer in LAYER_WISE or getattr(optimizer, "use_layer_wise_distributed_optimizer", False):
+    elif is_layer_wise(optimizer):
         yield "the layer-wise optimizer's all-gather of updated parameters is not counted"
     elif optimizer.optimizer != "adam" or not config.ddp.use_distributed_optimizer:
         yield "each data-parallel rank has all states of its parameters: no DistributedOptimizer shards them"
