@@ -275,7 +275,7 @@ class NativeEngine(CheckpointingEngine):
                 self.masters.require_restorable([source])
                 self.masters.check_anew([source])
                 stack.enter_context(self.masters.trusted(source))
-                # Where all is here, one launch for all parameters takes the host less time than one for each part.
+                # One launch for all parameters takes the host less time than one for each part, and needs all states.
                 if not (source.updates_in_place and offloaded.is_all_here):
                     stack.enter_context(source.stepping(run, offloaded.owners))
             if self._stepped is not None:

@@ -186,9 +186,8 @@ class HoldPolicy:
         least = max(least_budget(each, sizes, self.held_through_step) for each in profiles)
         wanted = max(least_budget(each, sizes, self.held_through_step) + each.beyond for each in profiles)
         if self._device_room is not None:
-            self.budget_bytes = max(
-                self._device_room.budget_bytes(), wanted
-            )  # what ran fits, with everything offloaded
+            # What ran fits, with everything offloaded.
+            self.budget_bytes = max(self._device_room.budget_bytes(), wanted)
         staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
         self.limit = least if self.budget_bytes is None else self.budget_bytes
         kept = sum(parts[position].nbytes for position in staying)

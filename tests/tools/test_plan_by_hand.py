@@ -230,7 +230,7 @@ def test_beside_the_activations_of_several_microbatches_four_buckets_are_on_thei
     most = [(60 * GB - 5 * GB * (7 - tensor), tensor) for tensor in reversed(range(8))]
     monkeypatch.setattr("bridge_fgo.tools.plan.estimate.backward_of", lambda *_: Backward(most, [(0, 0)]))
     (stage,) = plan_of(4, EIGHT, OFF, activations=60 * GB).stages
-    # Of the fifth tensor that has its backward: with its bucket the four before it, and the next one.
+    # The peak is in the fifth tensor's backward. Six buckets have memory then: its own, the four before, and the next.
     assert stage.spared == (60 + 80) * GB - (40 + 60) * GB
 
 
