@@ -15,6 +15,7 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.bridge.session import Session
+from bridge_fgo.memory.meters import LEAST_MARGIN
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
@@ -86,9 +87,9 @@ def take_out_a_wait(race: str) -> None:
 
 
 def allow(nbytes: str) -> None:
-    """Have PyTorch take no more than so many bytes."""
+    """Have PyTorch take no more than so many bytes, and the margin that "auto" keeps free, of whatever GPU it is."""
     whole = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(int(nbytes) / whole)
+    torch.cuda.set_per_process_memory_fraction((int(nbytes) + whole // LEAST_MARGIN) / whole)
 
 
 FIRST_TOUCHED = 3

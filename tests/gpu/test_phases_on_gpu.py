@@ -3,9 +3,9 @@
     pytest -m gpu -s tests/gpu/test_phases_on_gpu.py -k "link or driver or 16_bits or segments or plain"
     pytest -m gpu -n 6 --dist loadgroup tests/gpu/test_phases_on_gpu.py -k "fp or precision or experts"
 
-The first measures, and has the GPU by itself. A GPT of 1.6 billion parameters by mcore's own DDP, DistributedOptimizer
-and TE FusedAdam, or a smaller one; an arm is a process. What was measured is printed (`-s`). Without a GPU
-`python tests/gpu/phases_arm.py --sleep whole` runs an arm with a tiny model on the CPU.
+The first measures, and has the machine by itself. A GPT of 1.6 billion parameters by mcore's own DDP,
+DistributedOptimizer and TE FusedAdam, or a smaller one; an arm is a process. What was measured is printed (`-s`).
+Without a GPU `python tests/gpu/phases_arm.py --sleep whole` runs an arm with a tiny model on the CPU.
 """
 
 import json
@@ -98,14 +98,15 @@ def test_a_sleep_gives_the_memory_to_the_driver_and_takes_the_same_each_time(mas
     assert len(set(run["pinned"])) == 1  # nothing is pinned after the beginning
 
 
-@pytest.mark.parametrize(
-    ("masters", "allocator"),
-    [("whole", {}), ("packed", {}), ("whole", {"allocator": EXPANDABLE})],
-    ids=["whole", "packed", "whole-expandable"],
-)
-def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str, allocator: dict[str, str]) -> None:
-    """Or that in which the driver takes back, or gives, its memory, where that is longer: 29 GB take some 0.12 s."""
-    run = arm("--sleep", masters, **allocator)
+@pytest.mark.parametrize("masters", ["whole", "packed"])
+def test_each_phase_takes_the_time_of_its_bytes_on_the_link(masters: str) -> None:
+    """Or that in which the driver takes back, or gives, its memory, where that is longer: 29 GB take some 0.09 s.
+
+    In segments that expand: before it gives others, the driver clears what other processes have had. On a host where
+    others take and give memory of another GPU at the same time, its calls wait for theirs: a wake of 19.39 GB took
+    0.402 to 0.447 s there, and 0.362 to 0.367 by itself.
+    """
+    run = arm("--sleep", masters, allocator=EXPANDABLE)
     late = []
     print(f"\nthe driver's GB/s: {run['driver']['out'] / 1e9:.0f} taken back, {run['driver']['back'] / 1e9:.0f} given")
     for phase in run["phases"]:
