@@ -1,6 +1,7 @@
-"""Wrappers of mcore's fine-grained activation offload: they add what its copies lack (read in mcore 0.19.2).
+"""Wrappers of mcore's fine-grained activation offload: they add the waits that its copies lack (read in mcore 0.19.2).
 
-Another wrapper checks host memory before Transformer Engine offloads a whole layer; its copies lack nothing (2.17).
+One more tells when the forward of a model chunk ends. Another checks host memory before Transformer Engine offloads a
+whole layer; its copies lack nothing (2.17).
 
 mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. Inside
 the capture of a layer's CUDA graph mcore waits for no event, because the graphs of forward and backward wait for whole
@@ -22,8 +23,11 @@ from bridge_fgo.bridge.settings import installed_config
 from bridge_fgo.config import readable
 from bridge_fgo.memory.host_memory import free_for_each_rank, power_of_two_at_least
 
-METHODS = {"ChunkOffloadHandler": ("tensor_pop",), "OffloadTensorPool": ("free", "allocate", "reset")}
-"""The methods that the waits are added to, by class."""
+METHODS = {
+    "ChunkOffloadHandler": ("tensor_pop", "finish_all_groups"),
+    "OffloadTensorPool": ("free", "allocate", "reset"),
+}
+"""The methods that the waits are added to, and the one that ends a forward, by class."""
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
 PIECE_BYTES = 32 * 2**20
@@ -111,6 +115,19 @@ def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
         elif group in instance._reloading_group:
             group.wait_reload_event(torch.cuda.current_stream())
     return wrapped(*args, **kwargs)
+
+
+@_where_wanted
+def ends_forward(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Return whether no group of a name is left in a chunk's forward, so that the next one is another chunk's.
+
+    mcore 0.19 also says so where nothing is on its way to the host or back: within a forward whose first groups stay on
+    the GPU, as all do in a chunk of one layer whose backward is the first. Its other groups then counted as another
+    chunk's, and training ended ("Chunk mismatch") or went on with wrong gradients (mended in mcore's dev, #6783).
+    """
+    if (name := args[0] if args else kwargs.get("name")) is None:
+        return wrapped(*args, **kwargs)
+    return instance.find_group_with_name(instance.offload_groups, name, instance._offloaded_group_index) is None
 
 
 class _InPieces(TorchFunctionMode):

@@ -147,6 +147,8 @@ def _of_mcore() -> list[FunctionPatch]:
 OF_ACTIVATIONS: tuple[tuple[str, Wrapper, tuple[str, ...], str], ...] = (
     ("ChunkOffloadHandler.tensor_pop", activation_offload.takes_tensor, ("tensor_tag",),
         "every saved tensor that a backward takes; the only place that copies one back without a prefetch"),
+    ("ChunkOffloadHandler.finish_all_groups", activation_offload.ends_forward, ("name",),
+        "asked as each group of a forward begins; the only place that tells whether it is the next chunk's"),
     ("ChunkOffloadHandler.offload", activation_offload.copies_out, ("src_tensor",),
         "makes every host copy, in mcore's pool and, of experts, outside of it"),
     ("OffloadTensorPool.free", activation_offload.frees_buffer, ("tensor",),

@@ -21,8 +21,9 @@ LAYERS = 3
 ONE_STAGE = "F0 B0 F1 B1"
 """Microbatches' forwards and backwards in an iteration."""
 FIRST_OF_TWO = "F0 F1 B0 F2 B1 F3 B2 B3"
-INTERLEAVED = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 B0.0 B1.0"
-"""The same of a stage with two model chunks: `F1.0` is microbatch 1 in chunk 0."""
+FIRST_INTERLEAVED = "F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0 B2.1 B3.1 B2.0 B3.0"
+LAST_INTERLEAVED = "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0"
+"""The same of both stages of a pipeline with two model chunks each: `F1.0` is microbatch 1 in chunk 0."""
 
 
 class Module(torch.autograd.Function):
@@ -146,14 +147,16 @@ def offload(cpu_standins, monkeypatch):
     module.PipelineOffloadManager.OFFLOAD_MGR = None
 
 
-def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS, linear=()):
+def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS, linear=(), kept=(0, 0, 1.0)):
     """Train by mcore's verbs, as its pipeline schedules call them.
 
     rows: of the matrix, in each iteration and microbatch. layers: names of each layer's groups; of one that encloses
-    others first its own. linear: those of which backward takes nothing.
+    others first its own. linear: those of which backward takes nothing. kept: the pipeline's rank, the bytes by which
+    each offloads less than the one before, and the share of groups that are offloaded.
     """
     offload.module.PipelineOffloadManager.reset_instance()
     verbs = offload.module.FineGrainedActivationOffloadingInterface
+    rank, delta, fraction = kept
 
     def run(tensor, name, *enclosed):
         group = verbs(True, tensor, name)
@@ -171,7 +174,7 @@ def train(offload, schedule, rows=((2,) * 4,) * 3, layers=(NAMES,) * LAYERS, lin
                 ends.pop(word[1:]).sum().backward()
                 continue
             microbatch, _, chunk = word[1:].partition(".")
-            verbs.init_chunk_handler(0, 2 if chunk else None, int(chunk or 0), 1, 0, 1.0)
+            verbs.init_chunk_handler(rank, 2 if chunk else None, int(chunk or 0), 1, delta, fraction)
             tensor = torch.randn(of_iteration[int(microbatch)], 3, requires_grad=True)
             for names in itertools.chain(*layers):
                 tensor = run(tensor, *([names] if isinstance(names, str) else names))
@@ -193,9 +196,9 @@ def waits():
     return without
 
 
-EVERY = pytest.mark.parametrize("schedule", [ONE_STAGE, FIRST_OF_TWO, INTERLEAVED])
-IN_FLIGHT = {ONE_STAGE: 1, FIRST_OF_TWO: 2, INTERLEAVED: 3}
+IN_FLIGHT = {ONE_STAGE: 1, FIRST_OF_TWO: 2, FIRST_INTERLEAVED: 5, LAST_INTERLEAVED: 3}
 """Forwards of a model chunk before their backwards, at most."""
+EVERY = pytest.mark.parametrize("schedule", IN_FLIGHT)
 LENGTHS = ((2, 2, 2, 2), (4, 4, 4, 4), (2, 2, 2, 2))
 """With these a pool has no spare buffer of a length, which else hides that it gives one back too early."""
 
@@ -227,6 +230,25 @@ def test_with_the_waits_nothing_races_nor_if_copies_to_the_host_are_in_pieces(
 def test_what_no_backward_takes_is_copied_back_before_its_host_buffer_is_written_again(offload, waits, schedule):
     with waits():
         train(offload, schedule, LENGTHS[:1] * 2, linear=["mlp_norm"])
+
+
+STAYS = {
+    "all_of_a_chunk's_only_layer": {"layers": (NAMES,)},
+    "the_first_groups_of_a_later_stage": {"kept": (1, 1, 1.0)},
+    "all_groups": {"kept": (0, 0, 0.0)},
+}
+"""What mcore keeps on the GPU of the chunk whose backward is the first."""
+
+
+@EVERY
+@pytest.mark.parametrize("stays", STAYS)
+def test_a_chunks_forward_ends_with_its_last_group_also_where_its_first_stay_on_the_gpu(
+    offload, waits, schedule, stays
+):
+    with waits("ChunkOffloadHandler.finish_all_groups"), pytest.raises(AssertionError, match="Chunk mismatch"):
+        train(offload, schedule, **STAYS[stays])
+    with waits():
+        train(offload, schedule, **STAYS[stays])
 
 
 @EVERY

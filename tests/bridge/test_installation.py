@@ -63,7 +63,7 @@ transformer.moe.paged_stash.PagedStashRunner.prepare_for_rerun full_cuda_graph.F
 distributed.fsdp.src.megatron_fsdp.megatron_fsdp.MegatronFSDP.install_optimized_model_weights
 """
 ACTIVATIONS = """
-ChunkOffloadHandler.offload ChunkOffloadHandler.tensor_pop
+ChunkOffloadHandler.offload ChunkOffloadHandler.tensor_pop ChunkOffloadHandler.finish_all_groups
 OffloadTensorPool.allocate OffloadTensorPool.free OffloadTensorPool.reset
 """
 DISTRIBUTED_OPTIMIZER = """

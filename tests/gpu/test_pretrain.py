@@ -188,6 +188,7 @@ BESIDE_ACTIVATIONS = {
     "experts": (1, (*SMALL, *EXPERTS, *OF_EXPERTS)),
     "fp8_current": (1, (*SMALL, FP8, "tensorwise", *ACTIVATIONS)),
     "pipeline": (2, (*SMALL, "--pp", "2", *ACTIVATIONS)),
+    "interleaved_pipeline": (2, (*SMALL, "--pp", "2", "--vpp", "2", *ACTIVATIONS)),  # one layer a chunk
 }
 """Ranks, options."""
 

@@ -13,8 +13,8 @@ from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_stay
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import (
-    CHUNK_MISMATCH,
     NO_GRADIENT,
+    SEVERAL_CHUNKS,
     Backward,
     Course,
     activation_bytes,
@@ -402,7 +402,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
             who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
         yield f"activations: {who} offloads some, and pins {figure} for them {when}"
     if offload_modules(config.model) and chunks_of(config.model) > 1:
-        yield f"activations: {CHUNK_MISMATCH}"
+        yield f"activation offload: {SEVERAL_CHUNKS}"
     if activations is None and offloaded_layers(config.model):
         tried = "" if is_unfused(config.model) else f", with fused attention {UNTRIED}"
         yield (

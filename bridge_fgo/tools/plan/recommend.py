@@ -14,7 +14,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
-    CHUNK_MISMATCH,
+    SEVERAL_CHUNKS,
     chunks_of,
     copied_bytes,
     is_unfused,
@@ -327,7 +327,7 @@ class Recommender:
         elif not is_unfused(model):
             unsuited["attention recomputed"] = "of fused attention it spares nothing"
         if chunks_of(model) > 1 and self._activations is None:
-            unsuited[OFFLOADED] = CHUNK_MISMATCH
+            unsuited[OFFLOADED] = SEVERAL_CHUNKS
         suited = {name: kind for name, kind in found.items() if name not in unsuited}
         return suited, {name: why for name, why in unsuited.items() if name in found}
 
