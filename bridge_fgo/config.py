@@ -138,7 +138,7 @@ class OffloadConfig:
             instead = "to offload nothing, leave optimizer.offload_optimizer_states unset"
             refuse("fraction", f": use a number in (0, 1]; {instead}")
         budget = self.gpu_memory_budget_gib
-        if budget not in (None, "auto") and not (is_number(budget) and 0.0 < float(budget) < float("inf")):
+        if budget not in (None, "auto") and not (is_number(budget) and 0.0 < budget < 2**40):
             refuse("gpu_memory_budget_gib", ": use a number of GiB above 0, 'auto' or None")
         if budget is not None and self.fraction < 1.0:
             why = "both say how much to offload; leave one of them at its default"

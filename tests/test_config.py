@@ -25,7 +25,7 @@ from bridge_fgo import OffloadConfig
         *[({"gradients": value}, "use False, 'lazy' or True") for value in ("true", "eager", 1, None)],
         *[
             ({"gpu_memory_budget_gib": value}, "gpu_memory_budget_gib")
-            for value in (0, -1.0, True, "40", "full", float("inf"), float("nan"))
+            for value in (0, -1.0, True, "40", "full", float("inf"), float("nan"), 10**400)
         ],
         *[
             ({name: value}, rf"OffloadConfig\.{name}=.*: use a value of Python's own types")

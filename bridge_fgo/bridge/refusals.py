@@ -284,9 +284,11 @@ OF_SETTINGS = [
             f"not known to work; set {name}=False", lambda a, name=name: a.sets(name))
         for name in ("model.moe_single_grouped_weight", "model.moe_single_grouped_bias")
     ),
-    _gradients("model.cuda_graph_impl",
-        "a CUDA graph has the addresses of the gradients baked in; set model.cuda_graph_impl='none'",
-        lambda a: isinstance(a["model.cuda_graph_impl"], str) and a["model.cuda_graph_impl"] != "none"),
+    *(
+        _gradients(name, f"a CUDA graph has the addresses of the gradients baked in; set {name}='none'",
+            lambda a, name=name: isinstance(a[name], str) and a[name] != "none")
+        for name in ("model.cuda_graph_impl", "model.vision_cuda_graph_impl")
+    ),
     _gradients("optimizer.optimizer", "its all-gather of weights takes the memory of the gradients; use 'muon' without "
         "optimizer.use_layer_wise_distributed_optimizer",
         lambda a: a.is_layer_wise),
@@ -295,6 +297,7 @@ OF_SETTINGS = [
             f"{GRADIENTS}='lazy'", lambda a, name=name: a.sets(GRADIENTS, name))
         for name in (
             "model.delay_wgrad_compute", "model.overlap_moe_expert_parallel_comm", "model.moe_shared_expert_overlap",
+            "model.overlap_dispatch_backward_with_experts_wgrad",
         )
     ),
 ]  # fmt: skip

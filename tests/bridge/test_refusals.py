@@ -95,10 +95,14 @@ REFUSED = {
         LAZY | {"model.moe_single_grouped_weight": True},
         LAZY | {"model.moe_single_grouped_bias": True},
         LAZY | {"model.cuda_graph_impl": "transformer_engine"},
+        LAZY | {"model.vision_cuda_graph_impl": "transformer_engine"},
         *(LAZY | WHOLE | muon for muon in LAYER_WISE),
         *(
             OFF | {f"model.{name}": True}
-            for name in ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
+            for name in (
+                *("delay_wgrad_compute", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"),
+                "overlap_dispatch_backward_with_experts_wgrad",
+            )
         ),
     ],
     "OF_SETTINGS_UNDER_FSDP": [

@@ -6,6 +6,7 @@ import io
 import re
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -305,6 +306,9 @@ REFUSED = {
     "ddp.nccl_ub=True": lambda t: (buffer_of(t), "nccl_ub", True),
     "ddp.fp8_param_gather=True": lambda t: (buffer_of(t), "shared_buffer", torch.zeros(1)),
     "model.cuda_graph_impl='local'": lambda t: (t.model[0].config, "cuda_graph_impl", "local"),
+    "TransformerLayer with model.cuda_graph_impl='local' .*model.vision_cuda_graph_impl": lambda t: (
+        t.model[0].module.module.decoder.layers[0], "config", SimpleNamespace(cuda_graph_impl="local"),
+    ),
     "model.expert_gtp_weight_remat_size=2": lambda t: (t.model[0].config, "expert_gtp_weight_remat_size", 2),
     "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),
     "ddp.use_megatron_fsdp=False": lambda t: (leaf_of(t).ddp_config, "use_megatron_fsdp", True),

@@ -354,11 +354,12 @@ def test_the_command_prints_the_moves(run_plan):
     assert found["stages"][0]["moves"][0]["copied"] == 112 * GB
 
 
-def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan):
+@pytest.mark.parametrize("setting", ["cuda_graph_impl", "vision_cuda_graph_impl"])
+def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan, setting):
     of_job = job(8.0, flag=False)
-    of_job.config.model.cuda_graph_impl = "transformer_engine"
+    setattr(of_job.config.model, setting, "transformer_engine")
     status, printed = run_plan(of_job)
-    assert status == 1 and "refused by Residency: model.cuda_graph_impl='transformer_engine'" in printed
+    assert status == 1 and f"refused by Residency: model.{setting}='transformer_engine'" in printed
     assert "sleep, of an iteration" in printed
 
 

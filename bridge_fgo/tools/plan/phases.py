@@ -167,7 +167,10 @@ def _stage(estimate: Estimate, of_stage: StageEstimate, limit: float) -> StagePh
 
 REFUSED = {
     "ddp.nccl_ub": "the buffers are registered with NCCL; set ddp.nccl_ub=False",
-    "model.cuda_graph_impl": "graphs have addresses baked in; set model.cuda_graph_impl='none'",
+    **{
+        f"model.{name}": f"graphs have addresses baked in; set model.{name}='none'"
+        for name in ("cuda_graph_impl", "vision_cuda_graph_impl")
+    },
     "optimizer.optimizer_cuda_graph": "its graph has addresses baked in; set it to False",
 }
 """Why `Residency` would refuse a setting that is on and changes no bytes."""
