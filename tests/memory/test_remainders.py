@@ -155,6 +155,25 @@ def test_weights_changed_meanwhile_are_an_error_and_nothing_is_lost_when_they_ar
     training.check()
 
 
+def test_weights_changed_between_two_steps_of_one_pass_are_an_error_too():
+    training, weight = updated()
+    training.update()
+    training.engine.offload_now()
+    with changed(weight), pytest.raises(RuntimeError, match=CHANGED):
+        training.update()
+    training.check()
+
+
+def test_weights_changed_after_a_close_that_found_no_memory_are_an_error_too(monkeypatch):
+    training, weight = updated()
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Slab, "allocate", fails(torch.OutOfMemoryError))
+        training.engine.close()
+    with changed(weight), pytest.raises(RuntimeError, match=CHANGED):
+        training.engine.close()
+    training.check()
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -346,6 +365,7 @@ def test_masters_stay_whole_where_weights_had_no_memory_when_packed_ones_would_h
             with monkeypatch.context() as patch:
                 patch.setattr(family, "_kernels", SimpleNamespace(look_up=lambda required: required))
                 training.engine.offload_now()  # an evaluation, with the weights elsewhere
+                training.engine.require_readable()  # nothing is summed up that has no memory
                 training.engine.begin_pass()
         training.step()
     training.away()

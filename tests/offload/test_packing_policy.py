@@ -3,9 +3,11 @@
 from contextlib import contextmanager
 
 import pytest
+import torch
 from fake_training import WHOLE, Training, masters_of, weights_of
 
 from bridge_fgo.engines.packed_masters import PACKING_SECONDS, WATCHED_STEPS
+from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.transfers import Transfers
 
 
@@ -156,6 +158,12 @@ def test_masters_are_copied_whole_for_good_where_something_else_changes_weights(
     assert not training.engine.masters.remainders.wanted and not training.engine.masters.checks_weights
     (said,) = training.said
     assert "OffloadConfig.master_remainders" in said and not announced
+
+
+def test_a_change_of_weights_is_seen_where_kernels_write_new_sums_over_those_before(monkeypatch):
+    sums_now, memory = Remainders.sums_now, torch.zeros(0, dtype=torch.int64)
+    monkeypatch.setattr(Remainders, "sums_now", lambda *of: torch.add(sums_now(*of), 0, out=memory))
+    test_masters_are_copied_whole_for_good_where_something_else_changes_weights("between steps", every=1)
 
 
 @pytest.mark.parametrize("writes_masters", [False, True])
