@@ -58,6 +58,7 @@ class DebugTransfers(Transfers):
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self.join, self.wait_for = transfers.join, transfers.wait_for
+        self.finish_in, self.finish_all = transfers.finish_in, transfers.finish_all
         self._random = random.Random(seed)
         # slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[Movable]() for _ in range(3))
@@ -111,7 +112,7 @@ class DebugTransfers(Transfers):
 
     def _poison_stale(self) -> None:
         if self._cuda is not None and self._stale:
-            self._cuda.finish_in()
+            self.finish_in()
         for slab in self._stale:
             if not slab.is_lent:
                 slab.host.tensor.fill_(POISON)

@@ -32,6 +32,7 @@ class StreamOrder:
         self.current = TRAINING
         self.clocks = {}
         self.writes, self.reads, self.pools = {}, {}, {}
+        self.cached = {}  # by memory that the allocator has, and nobody else: what has used it
         self.slabs = []
 
     def clock(self, stream):
@@ -41,6 +42,11 @@ class StreamOrder:
         mine = self.clock(stream)
         for other, time in clock.items():
             mine[other] = max(time, mine.get(other, 0))
+
+    def finish_all(self, device=None):
+        """The host waits for all streams."""
+        for clock in list(self.clocks.values()):
+            self.wait(HOST, clock)
 
     def _work(self, stream):
         self.enqueue(stream)
@@ -89,11 +95,24 @@ class StreamOrder:
         """The allocator hands memory out that work on the current stream may have used until now."""
         self.pools[memory] = self.current
         self.writes[memory] = dict(self.clock(self.current))
+        self.cached.pop(memory, None)
 
     def give_back(self, memory):
         """Memory goes back to the stream that it was taken on, and whatever that gets next may have it."""
-        for earlier in (self.writes.pop(memory, {}), *self.reads.pop(memory, [])):
+        for earlier in self.let_go(memory):
             self._require(self.pools.get(memory, TRAINING), earlier, "the next use", memory)
+
+    def let_go(self, memory):
+        """Memory goes back, to be taken only once its stream has waited for what has used it, which is returned."""
+        self.cached[memory] = [self.writes.pop(memory, {}), *self.reads.pop(memory, [])]
+        return self.cached[memory]
+
+    def return_to_driver(self):
+        """The driver gets what the allocator has, and anybody's stream, or another process, may have it."""
+        for memory, used in self.cached.items():
+            for earlier in used:
+                self._require(HOST, earlier, "the driver's use", memory)
+        self.cached.clear()
 
     @contextmanager
     def on(self, stream):
@@ -176,6 +195,8 @@ def install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: order.on(stream.cuda_stream))
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", order.finish_all)
+    monkeypatch.setattr(torch.cuda, "empty_cache", order.return_to_driver)
     _watch_slabs(monkeypatch, order)
     _watch_gradient_buckets(monkeypatch, order)
     _watch_poison(monkeypatch, order)

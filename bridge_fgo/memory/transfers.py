@@ -119,6 +119,12 @@ class Transfers:
     def finish_out(self) -> None:
         """Return when every copy out that was started is over, so that the host may read the buffers."""
 
+    def finish_in(self) -> None:
+        """Return when every copy in that was started is over, so that the host may write the buffers."""
+
+    def finish_all(self) -> None:
+        """Return when all work on the device is over, whatever stream it is on."""
+
     def await_released(self) -> None:
         """Return when nothing uses the memory of slabs that were released, so that the driver may have it."""
 
@@ -345,6 +351,14 @@ class CudaTransfers(Transfers):
         self._out.synchronize()
 
     @override
+    def finish_in(self) -> None:
+        self._in.synchronize()
+
+    @override
+    def finish_all(self) -> None:
+        torch.cuda.synchronize(self._index)  # it may be called in a thread, whose device is another
+
+    @override
     def await_released(self) -> None:
         # Race: copies out may still read released slabs, and the two streams may still move tensors into slabs or pack
         # masters. The training stream waits for the copies of released slabs, so that both streams cover all of it.
@@ -359,12 +373,8 @@ class CudaTransfers(Transfers):
         self._done.pop(host_address, None)
         self._memory.pop(host_address, None)
 
-    def finish_in(self) -> None:
-        """Return when every copy in that was started is over; the tests' debug mode calls this and the next two."""
-        self._in.synchronize()
-
     def order_anew(self) -> None:
-        """Have the next copy wait for what the training stream holds by then."""
+        """Have the next copy wait for what the training stream holds by then; for the tests' debug mode, as `delay`."""
         self._is_ordered = False
 
     def delay(self, out: bool, cycles: int) -> None:

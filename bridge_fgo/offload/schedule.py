@@ -34,8 +34,6 @@ from contextlib import nullcontext
 from itertools import groupby, takewhile
 from operator import attrgetter
 
-import torch
-
 from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
 from bridge_fgo.memory.slab import Part, Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
@@ -192,7 +190,7 @@ class Schedule:
         if self._fresh and self._plan is not None:
             # Blocks that the allocator cut to the sizes of activations do not fit slabs, and what it has reserved it
             # does not give back by itself. From here on activations take their memory from slabs that went.
-            torch.cuda.empty_cache()
+            self.queue.return_cached()
             self._fresh = False
         self.queue.ahead_of_time(self._bring_what_stays)
         limit = self.step_limit - self._room_to_make()

@@ -165,4 +165,11 @@ class SlabQueue:
     def give_back(self) -> None:
         """Release what is being copied out, and have the allocator give back what is free in blocks of other sizes."""
         self.release_down_to(0)
+        self.return_cached()
+
+    def return_cached(self) -> None:
+        """Have the allocator give back to the driver what nobody has."""
+        # Race: the driver waits for no copy out of a released slab, nor for kernels that read the weights which
+        # Megatron-FSDP has gathered into memory of another stream, and let go of.
+        self._transfers.await_released()
         torch.cuda.empty_cache()

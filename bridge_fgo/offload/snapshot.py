@@ -149,6 +149,8 @@ class Loading(Snapshot):
 
     def __init__(self, owners: Mapping[int, Part], transfers: Transfers) -> None:
         super().__init__(owners, transfers, copies=False)
+        # Race: what is loaded would be written over what a copy in still reads, of masters that weights were made of.
+        transfers.finish_in()
         for part in dict.fromkeys(owners.values()):
             for slab in part.slabs:
                 slab.own_host(keep=True)

@@ -3,21 +3,24 @@
 import random
 from collections import Counter, deque
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from debug_transfers import DebugTransfers
 from fake_meter import have_clocks_rest
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark
-from stream_order import HOST, Race, install
+from stream_order import HOST, TRAINING, Race, install
 
 from bridge_fgo.memory import transfers as transfers_module
-from bridge_fgo.memory.slab import decode_together, encode_together
+from bridge_fgo.memory.slab import SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload import schedule
+from bridge_fgo.offload.slab_queue import SlabQueue
 from bridge_fgo.states.inner_step import InnerStep
 
 PIECE_BYTES = 3000
+GATHERS = 4000  # Megatron-FSDP's stream of all-gathers
 
 
 @pytest.fixture
@@ -38,12 +41,31 @@ class RandomTraining(Training):
         budget = choose([None, None, int(4 * layer + step + WHOLE * self.random.uniform(0.9, 2.2))])
         transfers = CudaTransfers(torch.device("cpu"), PIECE_BYTES)
         transfers._shares_link |= choose([True, False])  # whether copies in go first
+        self.lacks_memory = random.Random(seed)
         super().__init__(
             layer, step, optimizers=choose([1, 2]), budget=budget,
             transfers=DebugTransfers(transfers, seed) if debug else transfers,
             master_remainders=choose([None, True, False]), sizes=choose([SIZES, SIZES, MANY_SIZES]),
             together=choose([None, WHOLE // 2, 2 * WHOLE]),
         )  # fmt: skip
+        self.schedule.queue._bring_up_to = partial(self.bring_up_to, self.schedule.queue)
+
+    def use_gathered_weights(self):
+        """A layer uses weights as Megatron-FSDP has them: in memory of the stream that gathers."""
+        weights = ("gathered", None)
+        self.order.wait(GATHERS, self.order.clock(TRAINING))
+        with self.order.on(GATHERS):
+            self.order.take(weights)
+            self.order.write(weights)
+        self.order.wait(TRAINING, self.order.clock(GATHERS))
+        self.order.read(weights, TRAINING)
+        self.order.let_go(weights)
+
+    def bring_up_to(self, queue, limit):
+        """Prefetch, until there is no memory, now and then."""
+        SlabQueue._bring_up_to(queue, limit)
+        if self.lacks_memory.random() < 0.01:
+            raise torch.OutOfMemoryError("no memory")
 
     def somewhere(self):
         return self.order.aside() if self.random.random() < 0.3 else nullcontext()
@@ -89,6 +111,7 @@ class RandomTraining(Training):
         for i in range(1, points + 1):
             with self.somewhere():
                 self.engine.point(mark(i, larger * self.meter.layer))
+            self.use_gathered_weights()
             if self.random.random() < 0.03:
                 self.random.choice([self.read, self.save])()
         if self.random.random() < 0.95:
@@ -193,7 +216,7 @@ def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for
     assert sum(yielding) > 20
 
 
-def release_some_and_wait(order, seed):
+def release_some(order, seed, waits):
     """Release some slabs, in any order and on any stream, whatever copies began first; return the clocks of theirs."""
     training = RandomTraining(order, seed, debug=False)
     training.step(0)
@@ -207,7 +230,8 @@ def release_some_and_wait(order, seed):
     with training.somewhere():
         for slab in released:
             slab.release()
-        moves.await_released()
+        if waits:
+            moves.await_released()
     return {slab: moves._events(slab)[0].clock for slab in released}
 
 
@@ -216,13 +240,31 @@ def require_for_the_driver(order, copied):
         order._require(HOST, clock, "the driver's use", slab)
 
 
-def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited_and_not_before(order, monkeypatch):
+def test_what_was_released_may_go_to_the_driver_once_the_host_has_waited_and_not_before(order):
     for seed in range(8):
-        require_for_the_driver(order, release_some_and_wait(order, seed))
-    monkeypatch.setattr(CudaTransfers, "await_released", lambda transfers: None)
-    copied = release_some_and_wait(order, 1)
+        require_for_the_driver(order, release_some(order, seed, waits=True))
+    copied = release_some(order, 1, waits=False)
     with pytest.raises(Race):
         require_for_the_driver(order, copied)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.usefixtures("updates_are_seen")
+def test_a_load_overwrites_masters_on_the_host_once_they_have_been_copied_in_to_make_weights_of(
+    order, monkeypatch, waits
+):
+    training = RandomTraining(order, 0, debug=False)
+    training.engine.masters.remainders.wanted = False  # as under Megatron-FSDP, where alone weights are made anew
+    training.step()
+    training.away()
+    if not waits:
+        monkeypatch.setattr(CudaTransfers, "finish_in", lambda transfers: None)
+    for source in training.sources:
+        training.engine.rewrite_weights(source, source.optimizer._copy_main_params_to_model_params.args[1])
+        with training.engine.loading(source, everything=True), nullcontext() if waits else pytest.raises(Race):
+            for slab in training.slabs(source):
+                assert slab.state is SlabState.RELEASED
+                order.write(("host", slab), HOST)
 
 
 class Nothing:
@@ -335,6 +377,10 @@ def with_masters_packed_together_once_copies_are_ordered(patch):
     patch.setattr(schedule, "encode_together", encodes)
 
 
+def with_a_wait_for_copies_out_alone(patch):
+    patch.setattr(CudaTransfers, "await_released", CudaTransfers.finish_out)
+
+
 FAULTS = [
     without_order_before_copies_out, without_order_before_copies_in, without_wait_for_what_landed,
     replaced("without_wait_for_what_left", "release", lambda transfers, slab: slab.free()),
@@ -345,6 +391,8 @@ FAULTS = [
     replaced("with_a_release_that_does_not_wait_for_who_asks_for_it", "computing", CudaTransfers.on_compute_stream),
     replaced("with_memory_of_the_readers_stream", "on_compute_stream", lambda transfers: nullcontext()),
     replaced("with_a_save_that_reads_at_once", "finish_out", lambda transfers: None),
+    replaced("with_memory_that_the_driver_gets_at_once", "await_released", lambda transfers: None),
+    with_a_wait_for_copies_out_alone,
     with_masters_made_together_before_they_have_landed,
     pytest.param(with_masters_packed_together_once_copies_are_ordered, marks=pytest.mark.slow),
 ]  # fmt: skip
