@@ -25,6 +25,7 @@ from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by
 from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
+from bridge_fgo.memory.transfers import wait_for_a_while
 from bridge_fgo.sleep.caches import Caches
 from bridge_fgo.sleep.checks import Checks, wrapped_models
 from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
@@ -36,7 +37,6 @@ from bridge_fgo.sleep.moved import (
     Tally,
     map_hosts,
     return_to_driver,
-    wait_for_a_while,
     wait_for_gpu,
 )
 from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended

@@ -28,7 +28,7 @@ from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.guard import Guard, class_of, empty, fill
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
-from bridge_fgo.memory.transfers import Transfers
+from bridge_fgo.memory.transfers import Transfers, wait_for_a_while
 from bridge_fgo.offload.profile import Mark
 
 MANAGED = "_bridge_fgo_gradients"  # attribute of a buffer and of a bucket group: the `Gradients` that has it
@@ -154,9 +154,9 @@ class Gradients:
 
     def begin_pass(self) -> None:
         """Begin a pass on the current stream, before its gradients are zeroed."""
-        if self.interrupted and torch.cuda.is_available():
+        if self.interrupted:
             # Race: nobody has waited for a reduction that was under way, and memory is freed.
-            torch.cuda.synchronize()
+            self._transfers.finish_all()
         self.interrupted = False
         self._transfers.begin_pass()
 
@@ -271,7 +271,12 @@ class Gradients:
     # The end.
 
     def close(self) -> None:
-        """Give each buffer its gradients back in one storage; OutOfMemoryError leaves the rest as they are."""
+        """Give each buffer its gradients back in one storage; OutOfMemoryError leaves the rest as they are.
+
+        TimeoutError where work on the GPU does not end, as a reduction that another rank has left: all stay then.
+        """
+        # Race: nobody may have waited for a reduction that is under way, nor, after an error, for who adds.
+        wait_for_a_while(self._transfers.finish_all)
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self._transfers.computing(), torch.no_grad():
             for buffer, mine in list(self._buffers.values()):
@@ -284,7 +289,6 @@ class Gradients:
     def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:
         for one in mine:
             one.asleep = ""
-            one.wait_for_adders()
             if one.state is not BucketState.ABSENT:
                 one.require()
         whole = buffer.grad_data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,9 @@ from bridge_fgo.memory.driver import Copier, Event, Stream, current_stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.memory.layout import pieces
+
+PATIENCE = 5.0
+"""Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
 
 
 class Movable(Protocol):
@@ -49,6 +53,29 @@ class Movable(Protocol):
 
     def free(self) -> None:
         """Give the GPU memory back."""
+
+
+def wait_for_a_while(wait: Callable[[], object]) -> None:
+    """Wait for what may not end: another rank may have failed before a collective of it.
+
+    Raises:
+        TimeoutError: it has not ended.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds")
+    if errors:
+        raise errors[0]
 
 
 class Transfers:

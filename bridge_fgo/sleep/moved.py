@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,9 +26,6 @@ Kinds = Kind | Literal["all"] | Iterable[Kind]
 RETURNED_BYTES = 2**30
 """The driver gets memory back each time that this much is released, while other memory is copied. It takes 290 to 480
 GB/s on an H200, and 250 where segments are expandable: five times as many as the link."""
-
-PATIENCE = 5.0
-"""Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
 
 LEAST_KEPT_BYTES = 64 * 2**20
 """Warn if at least this much released memory is still in use; less may be another thread's."""
@@ -153,29 +149,6 @@ def wait_for_gpu(device: torch.device) -> None:
     """Have the host wait for everything on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def wait_for_a_while(wait: Callable[[], object]) -> None:
-    """Wait for what may not end: another rank may have failed before a collective of it.
-
-    Raises:
-        TimeoutError: it has not ended.
-    """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            wait()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if thread.is_alive():
-        raise TimeoutError(f"work on the GPU, a collective perhaps, has not ended in {PATIENCE:g} seconds")
-    if errors:
-        raise errors[0]
 
 
 def return_to_driver(device: torch.device) -> None:

@@ -1,17 +1,18 @@
 """No two streams meet in the gradients of a bucket, whatever a training does with them; and each wait is needed."""
 
 import random
+import threading
 from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 from debug_transfers import DebugTransfers
-from fake_ddp import FakeDdp, begin_microbatch, taken
+from fake_ddp import FakeDdp, begin_microbatch, step, taken, with_memory
 from stream_order import TRAINING, Race, install
 
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
-from bridge_fgo.memory.transfers import CudaTransfers
+from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.profile import Mark
 
 COLLECTIVES = 4000
@@ -94,17 +95,12 @@ class Training:
         self.order.wait(self.order.current, self.order.clock(BESIDE))
 
     def reduce(self, number):
-        """Start a reduction on NCCL's stream; return what waits for it."""
+        """Start a reduction on NCCL's stream."""
         finish, order = self.ddp.reduce(number), self.order
         order.wait(COLLECTIVES, order.clock(order.current))
-
-        def finishes():
-            finish()
-            order.read(("whole", self.of[number]), COLLECTIVES)
-            order.write(("whole", self.of[number]), COLLECTIVES)
-            order.wait(order.current, order.clock(COLLECTIVES))
-
-        return finishes
+        order.read(("whole", self.of[number]), COLLECTIVES)
+        order.write(("whole", self.of[number]), COLLECTIVES)
+        finish()
 
     def step(self):
         layers = len(self.of)
@@ -129,11 +125,14 @@ class Training:
                 if self.happens(0.02):
                     return  # with an error, after which autograd waits for nothing
             self.end_backward()
-        begun = [self.reduce(number) for number in range(layers)]
+        for number in range(layers):
+            self.reduce(number)
         begin_microbatch(self.ddp)
         self.point(~0)
-        for finish in begun:
-            finish()
+        if self.happens(0.1):
+            self.gradients.interrupted = True
+            return  # with an error, after which nobody waits for the reductions
+        self.order.wait(self.order.current, self.order.clock(COLLECTIVES))
         for number in range(layers):
             self.read(number)
 
@@ -167,25 +166,26 @@ REPLACED = {
     "wait_out": ("wait_out", lambda transfers, bucket: None),
     "forget": ("forget", lambda transfers, address: None),
     "joining": ("join", lambda transfers, streams: streams.add(transfers._index)),
+    "wait_for_all": ("finish_all", lambda transfers: None),
     "wait_for_those_that_add": ("wait_for", lambda transfers, streams: None),
 }
 """Each wait: the method of `Transfers` that waits, and a function that does nothing in its place."""
 
 
-def without(what, name):
-    """Have a wait not be done in one method of `GradientBucket`."""
+def without(what, name, of=GradientBucket):
+    """Have a wait not be done in one method of a class."""
 
     def fault(patch):
-        original = getattr(GradientBucket, name)
+        original = getattr(of, name)
 
         def unordered(bucket, *args):
             with pytest.MonkeyPatch.context() as inside:
                 inside.setattr(CudaTransfers, *REPLACED[what])
                 return original(bucket, *args)
 
-        patch.setattr(GradientBucket, name, unordered)
+        patch.setattr(of, name, unordered)
 
-    fault.__name__ = f"{name}_without_{what}"
+    fault.__name__ = f"{of.__name__}_{name}_without_{what}"
     return fault
 
 
@@ -221,6 +221,7 @@ FAULTS = [
     without("joining", "note"), without("wait_for_those_that_add", "offload"),
     without("wait_for_those_that_add", "zero"), a_release_that_only_frees, a_release_that_does_not_wait_at_first,
     without("wait_out", "zero"), without("wait_in", "zero"), without("forget", "close"), an_end_on_the_callers_stream,
+    without("wait_for_all", "begin_pass", of=Gradients), without("wait_for_all", "close", of=Gradients),
 ]  # fmt: skip
 
 
@@ -241,3 +242,17 @@ def test_after_an_error_in_a_backward_memory_goes_once_those_that_add_are_over(o
         training.ddp.add(0, 1.0)
         order.write(("whole", training.of[0]))
     end(training)  # autograd has had the training stream wait for nothing
+
+
+def test_an_end_that_waits_for_a_reduction_which_never_is_over_raises_in_a_while_and_gives_nothing_back(monkeypatch):
+    transfers, is_over = Transfers(), threading.Event()
+    gradients = taken(ddp := FakeDdp(), transfers)
+    step(ddp, gradients)
+    transfers.finish_all = is_over.wait
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="a collective perhaps, has not ended in"):
+        patch.setattr("bridge_fgo.memory.transfers.PATIENCE", 0.1)
+        gradients.close()
+    assert with_memory(gradients) == gradients.buckets and not ddp.buffers[0].grad_data.untyped_storage().nbytes()
+    is_over.set()
+    gradients.close()
+    assert ddp.buffers[0].grad_data.any() and ddp.different() == []

@@ -672,7 +672,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me.res.offload()
     with monkeypatch.context() as patch:
         patch.setattr("bridge_fgo.bridge.residency.wait_for_gpu", lambda device: time.sleep(0.5))
-        patch.setattr("bridge_fgo.sleep.moved.PATIENCE", 0.1)
+        patch.setattr("bridge_fgo.memory.transfers.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0
         assert me.res.away == {"grads", "optimizer"}
