@@ -95,6 +95,8 @@ class Buffer:
         find_aliases(slabs)
         for slab in slabs:
             slab.require_resizable()
+        # Race: an all-gather that mcore has not waited for may still write what is copied, or a wake read the host's.
+        wait_for_gpu(buffer.grad_data.device)
         if weights is not None:
             hosts = weights.map_host()
             if self._pins and hosts:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from sleeping import SEVERAL_SLABS, WHOLE, buffers, counted, fail, note, precision_aware, residency
+from stream_order import StreamOrder
 
 import bridge_fgo
 from bridge_fgo.bridge.framework_names import LIMIT
@@ -226,3 +227,20 @@ def test_the_flag_does_not_attach_to_states_that_a_verb_has_moved_and_refusals_n
     with pytest.raises(ValueError, match=r"ddp\.nccl_ub=True"):
         buffer.offload_to_cpu()
     assert live(me.training)[0] > 0
+
+
+def test_weights_are_copied_once_a_gather_in_flight_and_an_earlier_wake_are_over(sleeper, monkeypatch):
+    me, order, copy_out = sleeper(0), StreamOrder(), StorageSlab.copy_out
+    (buffer,) = buffers(me.training)
+    weights = ("weights", buffer)
+
+    def copies_out(slab, *to):
+        order.read(weights)
+        return copy_out(slab, *to)
+
+    monkeypatch.setattr(upstream, "wait_for_gpu", order.finish_all)
+    monkeypatch.setattr(StorageSlab, "copy_out", copies_out)
+    order.write(weights, stream=1)  # of an all-gather
+    buffer.offload_to_cpu()
+    assert order.reads[weights]
+    wake(me.training)
