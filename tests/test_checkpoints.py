@@ -154,6 +154,17 @@ def test_a_load_in_mid_pass_over_states_that_are_there_is_bitwise_as_resident(sa
     both(loaded, **KINDS[kind])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_state_that_is_there_and_not_in_the_checkpoint_is_mcores_error(saved, offload):
+    """Else the moments would be those of one step, and the count by which Adam corrects them that of another."""
+    folder = saved("torch's adam").folders[True, "fully_reshardable"]
+    with training(offload, **TORCHS) as run:
+        steps(run)
+        with pytest.raises(KeyError, match="step"):
+            load(run, folder)
+
+
 def test_a_save_before_the_first_step_is_a_resident_runs(tmp_path):
     both(lambda run: save(run, tmp_path / str(run.options.offload)), **KINDS["fsdp of swiglu"])
     assert_same_shards(tmp_path / "True", tmp_path / "False")

@@ -391,7 +391,10 @@ def _as_made(inner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _put(call: Call, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     inner = call.optimizer.optimizer
-    read = partial(_states, inner, param, MASTER in tensors)
+
+    def read() -> dict[str, Any]:
+        states = _states(inner, param, MASTER in tensors)
+        return {name: value for name, value in states.items() if _is_whole_tensor(value)}
 
     def write(values: Mapping[str, Any]) -> None:
         for name, value in values.items():

@@ -197,12 +197,13 @@ class Loading(Snapshot):
                 for name, value in tensors.items()
                 if name in mine and self._put_on_the_host(value, mine[name], places.get(id(mine[name])))
             }
-        if done.keys() == tensors.keys():
+        if done.keys() >= tensors.keys() | {name for name, value in mine.items() if isinstance(value, torch.Tensor)}:
             return
         self._borrow(part.slabs)
         for slab in part.slabs:
             slab.require_writable()
-        write({**loaded, **done})  # a state that is right already is written onto itself: the owner wants them all
+        # A state that is right already is written onto itself: its owner wants all, and refuses what was not loaded.
+        write({**loaded, **done})
 
     def _put_on_the_host(self, value: torch.Tensor, mine: torch.Tensor, place: Place | None) -> bool:
         """Return whether the host has what was loaded of a state, or whether it has been brought from there since."""
