@@ -26,7 +26,7 @@ from cpu_training import CpuOptions, CpuTraining  # noqa: E402
 from megatron.bridge.training import checkpointing  # noqa: E402
 from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
-from rank_child import Job, Rank, ended, joined, keep_results_of_saves, step  # noqa: E402
+from rank_child import Job, Rank, ended, error_of, joined, keep_results_of_saves, step  # noqa: E402
 from torch.distributed.checkpoint import filesystem  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 from torch.distributed.checkpoint.utils import _DistWrapper  # noqa: E402
@@ -282,19 +282,11 @@ class OneFails:
             prepare()
             place = places[number] if self.fails else None
             with failing_at(place):
-                error = _error_of(act)
+                error = error_of(act)
             self.seen.append((name, place and place.co_qualname, error))
             recover()
             assert self._bytes() == before
             assert len(set(gather(len(self.seen)))) == 1, f"a rank is a collective ahead of another: {self.seen[-1]}"
-
-
-def _error_of(act) -> str | None:
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def fail_at_each_place(rank: int, job: Job) -> list:
@@ -441,7 +433,7 @@ def fail_with_the_flag(rank: int, job: Job) -> dict:
         with pytest.MonkeyPatch.context() as patch:
             if fails:
                 patch.setattr(owner, name, functools.partial(_fail, name))
-            seen["errors"].append(_error_of(act))
+            seen["errors"].append(error_of(act))
 
     with bridge_fgo.install(config) if job.offload else contextlib.nullcontext():
         for owner, name in ATTACHING if job.offload else ():

@@ -170,10 +170,6 @@ class Sleeper:
         self.write_by(lambda training: next(training.model[0].parameters()).detach().view(-1)[3].fill_(value))
         self.own[0] = self.weight.detach().clone()
 
-    def write_masters(self):
-        """Change all masters by hand: no weight has to change before a step."""
-        self.write_by(double_masters)
-
     def write_by(self, act):
         """Have a function of a training change it; the resident one gets the same."""
         self.writes.append((len(self.seen), act))
@@ -396,6 +392,17 @@ def precision_aware(remainders):
 def residency(training, **how):
     """Return the residency of a training."""
     return bridge_fgo.Residency(training.model, training.optimizer, **how)
+
+
+def another_rank(patch, vote_of):
+    """Have another rank take part in what ranks tell each other. vote_of: returns its vote, given this rank's."""
+    told = residency_module.told_by_ranks
+
+    def told_by_both(act):
+        own, votes = told(act)
+        return own, [*votes, vote_of(votes[0])]
+
+    patch.setattr(residency_module, "told_by_ranks", told_by_both)
 
 
 def lock_fails_once(patch, res):

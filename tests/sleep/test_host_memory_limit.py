@@ -5,10 +5,9 @@ from pathlib import Path
 import both
 import pytest
 import torch
-from sleeping import GIB, WHOLE, counted, frozen, lock_fails_once, residency, tally_of_a_gpu
+from sleeping import GIB, WHOLE, another_rank, counted, frozen, lock_fails_once, residency, tally_of_a_gpu
 
 import bridge_fgo
-from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory import host_buffer
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -138,12 +137,6 @@ def test_a_rank_without_the_folder_ends_with_the_others_where_nothing_is_frozen(
     """It would go on into collectives that they never reach."""
     me = sleeper()
     me.res.close()
-    told = residency_module.told_by_ranks
-
-    def with_another(act):
-        own, votes = told(act)
-        return own, [*votes, (0, None) if isinstance(votes[0], tuple) else 0]  # first its limit and what NCCL does
-
-    monkeypatch.setattr(residency_module, "told_by_ranks", with_another)
+    another_rank(monkeypatch, lambda mine: (0, None) if isinstance(mine, tuple) else 0)  # first its limit, and NCCL
     with pytest.raises(ValueError, match=r"no parameter is frozen on any rank"):
         residency(me.training)

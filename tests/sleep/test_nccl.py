@@ -13,7 +13,7 @@ import fake_nccl
 import pytest
 import rank_child
 import torch
-from sleeping import GIB, tally_of_a_gpu
+from sleeping import GIB, another_rank, tally_of_a_gpu
 from test_sleeping_ranks import sleeping
 
 import bridge_fgo
@@ -161,10 +161,8 @@ def test_weights_that_packed_masters_need_again_are_gathered_by_resumed_groups(m
 
 
 def test_the_setting_on_some_ranks_alone_is_an_error_on_all_of_them(monkeypatch):
-    told = bridge_fgo.bridge.residency.told_by_ranks
     other = (math.inf, None)
-    with_other = lambda act: (own := told(act), (own[0], [*own[1], other]))[1]  # noqa: E731
-    monkeypatch.setattr(bridge_fgo.bridge.residency, "told_by_ranks", with_other)
+    another_rank(monkeypatch, lambda _: other)
     with pytest.raises(ValueError, match=r"Residency\(nccl='suspend'\) on some ranks alone: set it on all"):
         bridge_fgo.Residency(torch.nn.Linear(2, 2), nccl="suspend")
     other = (math.inf, "suspend")
@@ -271,8 +269,8 @@ def test_what_nccl_fails_at_fails_on_both_ranks_and_a_wake_says_where_it_cannot_
     job = rank_child.Job(tmp_path / "ranks", 2, False, None, timeout=datetime.timedelta(seconds=20))
     others, failing = children.run_ranks(rank_child.suspend_nccl_with_errors, job)
     (mine, alike), (asleep, awake), (alone, ended) = failing["errors"]
-    assert mine == "RuntimeError: invalid usage" and alike == asleep == awake == ""
+    assert mine == "RuntimeError: invalid usage" and alike is asleep is awake is None
     assert alone == "RuntimeError: invalid usage" and "on some of their ranks alone: end the job" in ended
     told = "RuntimeError: rank 1 failed, and so every rank does: RuntimeError: invalid usage"
-    assert others["errors"][:2] == [[mine, ""], ["", ""]]
+    assert others["errors"][:2] == [[mine, None], [None, None]]
     assert others["errors"][2][0] == told and others["errors"][2][1].startswith("RuntimeError: NCCL has suspended")

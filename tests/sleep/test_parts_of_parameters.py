@@ -3,7 +3,7 @@
 import pytest
 import torch
 from both import PACKED
-from sleeping import KINDS, experts, frozen, frozen_in_a_layer, note, trained
+from sleeping import KINDS, another_rank, experts, frozen, frozen_in_a_layer, note, trained
 
 import bridge_fgo
 from bridge_fgo.bridge import residency
@@ -100,18 +100,14 @@ def test_a_predicate_that_reads_a_parameter_that_is_away_is_told_what_to_call(sl
 def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, monkeypatch):
     me, order = sleeper(experts=True), []
     dense, of_experts = (slab for slab in me.res._weights.slabs if slab.ranges)
-    told = residency.told_by_ranks
 
-    def with_another(act):
-        own, votes = told(act)
-        if isinstance(votes[0], residency.Wake):
-            votes = [*votes, votes[0]._replace(places={dense.place})]  # a rank that asks for the other one
-        return own, votes
+    def asks_for_the_other(mine):
+        return mine._replace(places={dense.place}) if isinstance(mine, residency.Wake) else mine
 
     for slab in (dense, of_experts):
         slab.place = (me.res._weights.slabs.index(slab), 0)
         note(monkeypatch, order, slab, "gather", slab)
     me.res.offload("params")
-    monkeypatch.setattr(residency, "told_by_ranks", with_another)
+    another_rank(monkeypatch, asks_for_the_other)
     me.res.reload("params", where=experts)
     assert order == [dense, of_experts] and not me.names_away()

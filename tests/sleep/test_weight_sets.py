@@ -4,11 +4,10 @@ import re
 
 import pytest
 import torch
-from sleeping import GIB, WHOLE, double_masters, trained
+from sleeping import GIB, WHOLE, another_rank, double_masters, trained
 from test_quantized import Float8Tensor, in_ddp, mcore_knows_them  # noqa: F401 - a fixture
 
 import bridge_fgo
-from bridge_fgo.bridge import residency as residency_module
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -158,19 +157,11 @@ def test_a_limit_of_host_memory_counts_what_is_kept_and_what_is_dropped_makes_ro
 def test_ranks_of_a_buffer_that_differ_in_what_is_away_or_kept_are_refused_before_any_gathers(sleeper, monkeypatch):
     me = sleeper()
     me.res.keep("ref")
-    slab, told = me.res._weights.slabs[0], residency_module.told_by_ranks
+    slab = me.res._weights.slabs[0]
     slab.place = (0, 0)
     for other in ((True, True), (False, False)):
-
-        def with_another(act, other=other):
-            own, (mine,) = told(act)
-            return own, [mine, (set(), {(slab.place, *other)})]
-
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(RuntimeError, match="some ranks alone have parameters"),
-        ):
-            patch.setattr(residency_module, "told_by_ranks", with_another)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="some ranks alone have parameters"):
+            another_rank(patch, lambda _, other=other: (set(), {(slab.place, *other)}))
             me.res.weights("ref").__enter__()
     with me.res.weights("ref"):
         pass

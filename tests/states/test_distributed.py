@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_optimizer import make_distributed_optimizer, state_bytes, step, with_model
+from fake_optimizer import make_distributed_optimizer, step, with_model
 from fake_training import masters_of, weights_of
 from fused_adam import PrecisionAwareAdam
 
@@ -153,59 +153,12 @@ class FakePart:
         self.noted += 1
 
 
-def stepped(optimizer, source, parts, look=lambda part: None):
-    """Step the parts inside `stepping`, as an engine does, and return what `look` says after each."""
-    seen = []
-
-    def run():
-        for part in (None, *parts):
-            source.step(part)
-            seen.append(look(part))
-
-    owners = {i: part for part in parts for i in part.ids}
-    with source.stepping(run, owners):
-        optimizer.optimizer.step()
-    return seen
-
-
-def written(source):
-    """Return the `id`s that a copy of all masters would leave out; None while a part is copied."""
-    with source.writing_back() as ids:
-        return ids
-
-
 def copied_by_all(optimizer, source):
     """Return the `id`s that a copy of all masters copies."""
     optimizer.copied.clear()
     with source.writing_back():
         optimizer._copy_main_params_to_model_params()
     return optimizer.copied
-
-
-def test_a_part_that_steps_updates_its_own_parameters_and_copies_its_own_masters_to_the_model():
-    whole, _ = made()
-    whole.optimizer.step()
-    whole._copy_main_params_to_model_params()
-    optimizer, source = made()
-    masters, weights = masters_of(optimizer), weights_of(optimizer)
-    before = [master.clone() for master in masters]
-    parts = [FakePart(masters[:2]), FakePart([masters[3]]), FakePart([masters[2], masters[4]])]
-
-    def look(part):
-        updated = frozenset(id(m) for m, old in zip(masters, before, strict=True) if not torch.equal(m, old))
-        on_model = frozenset(id(m) for m, w in zip(masters, weights, strict=True) if torch.equal(w, m.bfloat16()))
-        return updated, on_model, written(source), frozenset(optimizer.copied)
-
-    seen = stepped(optimizer, source, parts, look)
-    done, everything = frozenset(), frozenset(map(id, masters))
-    for (updated, on_model, said, copied), ids in zip(seen, [frozenset(), *(p.ids for p in parts)], strict=True):
-        done |= ids
-        assert updated == said == copied == done
-        assert on_model == everything, "the weight of a master is its rounding before its update, and after"
-    assert len(optimizer.copied) == len(masters), "each of them once"
-    assert [part.noted for part in parts] == [1, 1, 1], "its states were just made what the weights say"
-    assert state_bytes(optimizer) == state_bytes(whole)
-    assert all(torch.equal(a, b) for a, b in zip(weights, weights_of(whole), strict=True))
 
 
 @pytest.mark.parametrize("what", ["of no part", "without masters", *QUANTIZED])
@@ -220,38 +173,13 @@ def test_what_is_not_copied_by_part_is_updated_and_left_for_the_copy_of_all(what
         setattr(optimizer, where, SimpleNamespace(**{name: True}))
         assert not source.writes_back_by_part
         assert all(state.rounds_to is None for bundle in source.states() for state in bundle.states)
-    seen = stepped(optimizer, source, [] if what == "of no part" else [part], lambda part: written(source))
-    assert set(seen) == {frozenset()} and (optimizer.copied, part.noted) == ([], 0)
-    assert not torch.equal(masters[0], old)
-    assert all(torch.equal(a, b) for a, b in zip(weights_of(optimizer), weights, strict=True))
-    assert copied_by_all(optimizer, source) == list(map(id, masters))
-
-
-def test_it_tells_while_it_copies_a_part_and_a_copy_that_fails_leaves_the_lists_and_counts_as_none():
-    optimizer, source = made()
-    told = []
-    copy = optimizer._copy_main_params_to_model_params
-    optimizer._copy_main_params_to_model_params = lambda: (told.append(written(source)), copy())
-    assert written(source) == frozenset()
-    part = FakePart(masters_of(optimizer)[:1])
-    between = stepped(optimizer, source, [part], lambda part: written(source))
-    assert (told, between) == ([None], [frozenset(), part.ids])
-    optimizer._copy_main_params_to_model_params()
-    assert told == [None, frozenset()]
-
-    optimizer, source = made()
-    lists = [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups]
-    part = FakePart(masters_of(optimizer)[:2])
-
-    def fails():
-        raise RuntimeError("no memory")
-
-    optimizer._copy_main_params_to_model_params = fails
-    with pytest.raises(RuntimeError, match="no memory"):
-        stepped(optimizer, source, [part])
-    assert [optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups] == lists
-    assert (written(source), part.noted) == (frozenset(), 0)
-    assert "step" not in vars(optimizer.optimizer)
+    owner = None if what == "of no part" else part
+    with source.stepping(lambda: source.step(owner), {} if owner is None else dict.fromkeys(part.ids, part)):
+        optimizer.optimizer.step()
+        assert (optimizer.copied, part.noted) == ([], 0)
+        assert not torch.equal(masters[0], old)
+        assert all(torch.equal(a, b) for a, b in zip(weights_of(optimizer), weights, strict=True))
+        assert copied_by_all(optimizer, source) == list(map(id, masters))
 
 
 def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters_and_all_outside_of_a_step():
@@ -271,7 +199,6 @@ def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parame
         assert copied_by_all(optimizer, source) == [*(id(m) for m in masters[2:]), id(native)]
     assert torch.equal(of_model, native)
     assert {name: vars(optimizer)[name] for name in lists} == lists, "its own lists are back"
-    assert written(source) == frozenset()
     assert copied_by_all(optimizer, source) == [*map(id, masters), id(native)]
 
 
