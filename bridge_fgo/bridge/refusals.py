@@ -380,6 +380,14 @@ def refuse_model_config(model_config: Any, engine: Choice) -> None:
     refuse(told([GRAPH_OF_ITERATION, *GTP], Asked(SimpleNamespace(model=model_config), engine=engine)))
 
 
+def refuse_gradients_of(models: Iterable[torch.nn.Module], settings: OffloadConfig) -> None:
+    """Check the configs of built models, whose parts may have their own (MIMO's, a vision model's); raise."""
+    rows = [row for row in OF_SETTINGS if row.setting == GRADIENTS and row.beside[0].startswith("model.")]
+    modules = (module for model in models for module in model.modules())
+    for config in {id(found): found for module in modules if (found := getattr(module, "config", None))}.values():
+        refuse(told(rows, Asked(SimpleNamespace(model=config), settings)))
+
+
 def captures_full_iteration(model_config: Any) -> bool:
     """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
     implementation = setting_of(model_config, "cuda_graph_impl", "none")

@@ -20,6 +20,7 @@ from bridge_fgo.bridge.points import ModelPoints, reload_hook
 from bridge_fgo.bridge.refusals import (
     captures_full_iteration,
     copies_go_to_a_worker,
+    refuse_gradients_of,
     refuse_model_config,
     refuse_optimizer_config,
     refuse_small_shared_memory,
@@ -378,6 +379,7 @@ def _take_gradients(model: Any, config: OffloadConfig) -> Gradients:
             f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
             "about; set OffloadConfig.gradients=False"
         )
+    refuse_gradients_of(chunks, config)
     devices = (buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers)
     transfers = make_transfers(next(devices, torch.device("cpu")), config)
     gradients = Gradients(ddps, transfers, offloads=config.gradients is True)

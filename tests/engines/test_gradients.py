@@ -2,7 +2,9 @@
 
 import dataclasses
 from itertools import product
+from types import SimpleNamespace
 
+import cpu_training
 import pytest
 import torch
 from both import CONFIGURED, OPTIMIZERS, PACKED, SMALL, as_resident, both, exact, session_of, steps, training
@@ -50,6 +52,21 @@ IN_THE_FAST_LANE = [
 
 
 CONFIGS = {"lazy": LAZY, "off": OFF}
+
+
+def test_a_part_of_the_model_with_a_config_of_its_own_is_refused_by_that(monkeypatch):
+    """As MIMO's parts have it, and a vision model whose layers a CUDA graph captures."""
+    make = cpu_training.make_model
+
+    def make_model(*how):
+        model = make(*how)
+        model[0].module.module.decoder.layers[1].config = SimpleNamespace(cuda_graph_impl="local")
+        return model
+
+    monkeypatch.setattr(cpu_training, "make_model", make_model)
+    said = r"gradients='lazy' with model.cuda_graph_impl='local': .* set model.cuda_graph_impl='none'"
+    with pytest.raises(ValueError, match=said), training(True, LAZY, **BUCKETS):
+        pass
 
 
 @pytest.mark.parametrize(("kind", "name"), in_lanes([*product(KINDS, CONFIGS)], IN_THE_FAST_LANE))
