@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from children import RANKS
-from forked import LaunchedRanks
+from forked import LaunchedRanks, Server
 
 from bridge_fgo.tools.arms.runner import launcher
+
+SERVER = Server("torch")
+"""One of their own, as those of other tests import Megatron first."""
 
 SUMS = """
 import os, sys, time, torch
@@ -30,7 +32,7 @@ def test_ranks_meet_and_all_end_as_soon_as_one_fails_or_they_are_ended(tmp_path,
     script.write_text(SUMS)
     with log.open("wb") as out:
         command = [sys.executable, *launcher(2), str(script), how]
-        ranks = LaunchedRanks(RANKS, command, env={"GIVEN": how}, stdout=out)
+        ranks = LaunchedRanks(SERVER, command, env={"GIVEN": how}, stdout=out)
     if how == "hang":
         with pytest.raises(subprocess.TimeoutExpired):
             ranks.wait(timeout=2)
@@ -57,5 +59,5 @@ if __name__ == "__main__":
 def test_a_module_that_is_run_in_a_forked_process_spawns_what_it_has_defined(tmp_path):
     (tmp_path / "spawning.py").write_text(SPAWNS)
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = RANKS.run([sys.executable, "-m", "spawning"], env={**os.environ, "PYTHONPATH": paths})
+    done = SERVER.run([sys.executable, "-m", "spawning"], env={**os.environ, "PYTHONPATH": paths})
     assert (done.returncode, done.stdout) == (0, "spawned\n"), done.stderr
