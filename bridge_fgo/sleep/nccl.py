@@ -173,6 +173,8 @@ def resumable(told: Sequence[Sequence[Key]], device: torch.device) -> list[Key]:
         names = ", ".join(sorted(name for name, *_ in halves))
         raise RuntimeError(f"NCCL has suspended process groups ({names}) on some of their ranks alone: end the job")
     if device.type == "cuda":
+        # Race: what has run in the meantime, an inference engine's kernels say, may still use what is cached.
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         needed = sum(backend.memory_stats()["suspend"] for _, backend in _suspended.values())
         if needed > (free := torch.cuda.mem_get_info(device)[0]):

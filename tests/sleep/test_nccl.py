@@ -14,6 +14,7 @@ import pytest
 import rank_child
 import torch
 from sleeping import GIB, another_rank, tally_of_a_gpu
+from stream_order import StreamOrder
 from test_sleeping_ranks import sleeping
 
 import bridge_fgo
@@ -211,7 +212,11 @@ def test_a_wake_without_memory_for_nccl_is_an_error_before_anything_is_resumed(m
     me.res.offload()
     free = [2000 * len(nccl.suspended()) - 1]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 10**9))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    order, cached = StreamOrder(), ("cached", None)
+    monkeypatch.setattr(torch.cuda, "synchronize", order.finish_all)
+    monkeypatch.setattr(torch.cuda, "empty_cache", order.return_to_driver)
+    order.write(cached)  # by an inference engine's kernels
+    order.let_go(cached)
     told = [nccl.suspended()]
     with pytest.raises(torch.OutOfMemoryError, match=r"NCCL's communicators take .* have the inference engine return"):
         nccl.resumable(told, torch.device("cuda", 0))
