@@ -32,7 +32,7 @@ def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
     for module in chunk.modules():
-        if "FullyShardedDataParallel" in type(module).__name__:
+        if any(name in type(module).__name__ for name in ("FullyShardedDataParallel", "MegatronFSDP")):
             yield (
                 f"Residency over a {type(module).__name__}: it manages parameters itself; set "
                 "ddp.use_megatron_fsdp=False and dist.use_torch_fsdp2=False"

@@ -312,6 +312,12 @@ REFUSED = {
     "model.expert_gtp_weight_remat_size=2": lambda t: (t.model[0].config, "expert_gtp_weight_remat_size", 2),
     "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),
     "ddp.use_megatron_fsdp=False": lambda t: (leaf_of(t).ddp_config, "use_megatron_fsdp", True),
+    **{
+        f"over a {name}: it manages parameters itself; set ddp.use_megatron_fsdp=False": lambda t, name=name: (
+            t.model[0].module, "sharded", type(name, (torch.nn.Module,), {})(),
+        )
+        for name in ("TorchFullyShardedDataParallel", "FullyShardedDataParallelV1", "MegatronFSDP")
+    },
     "optimizer.optimizer_cpu_offload=False": lambda t: (
         leaf_of(t), "optimizer", type("HybridDeviceOptimizer", (), {})(),
     ),
