@@ -264,15 +264,6 @@ def error_in_a_swap(me, name):
 # Orders of calls in which something went wrong once, or that no other test has for sure.
 
 
-def in_parts(me):
-    for order in itertools.permutations(KINDS):
-        me.train()
-        for kind in order:
-            me.offload(kind)
-        assert me.gone() == set(KINDS) == me.res.away
-        me.reload()
-
-
 def swap(me):
     with me.swap("a set") as moved:
         return moved
@@ -348,11 +339,8 @@ def written_before_an_error_in_a_swap(me):
 
 AWAY = ((), ("grads",), ("params",), ("params", "optimizer"), KINDS)
 ORDERS = {
-    "in parts": in_parts,
-    "gradients kept": lambda me: me.offload(grads="keep"),
     "errors in blocks": errors_in_blocks,
     "errors in swaps": errors_in_swaps,
-    "weights written": lambda me: (me.write(), me.offload()),
     "weights written and read": written_and_read,
 }
 OF_WHOLE_MASTERS = {
