@@ -360,7 +360,7 @@ def test_what_validation_wrote_goes_with_the_uninstall_and_earlier_configs_have_
         ({"fraction": 0.5, "gpu_memory_budget_gib": 7}, r"gpu_memory_budget_gib=7 with fraction=0\.5"),
         ({"engine": "mcore"}, r"optimizer\.offload\.engine='mcore' .* engine='native' given to bridge_fgo\.install"),
         *(({"gradients": word}, r"gradients=.*: use False, 'lazy' or True") for word in ("true", "eager", 1)),
-        *((none, r"optimizer\.offload=.*: use a dict") for none in ("fraction=0.5", 1, [0.5], OffloadConfig())),
+        *((none, r"optimizer\.offload=.*: use a dict") for none in ("fraction=0.5", 1, [0.5], {"a"}, OffloadConfig())),
     ],
 )
 def test_wrong_settings_are_refused_before_training(installed, given, said):
