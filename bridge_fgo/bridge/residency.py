@@ -996,9 +996,6 @@ class Residency:
                     if handle is not None:
                         # Race: the collective would write into memory that was released, or not be in the copy.
                         handle.wait()
-                if group.param_gather_handle is not None and group.param_gather_dispatched:
-                    # mcore's layer-wise optimizer gathers into gradients' memory, and copies it to the weights now.
-                    group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _weights_of(units: Iterable[Unit]) -> list[WeightSlab]:

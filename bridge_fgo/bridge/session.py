@@ -477,8 +477,8 @@ def close_all() -> None:
     _newest_stats = None
 
 
-def _close_sessions() -> list[RuntimeError]:
-    failures = []
+def _close_sessions() -> list[RuntimeError | TimeoutError]:
+    failures: list[RuntimeError | TimeoutError] = []
     for session in _open_sessions():
         if session.is_lost:  # and only to be thrown away: nothing can be brought back
             say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
@@ -486,7 +486,7 @@ def _close_sessions() -> list[RuntimeError]:
             continue
         try:
             session.close()
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:  # the others are closed all the same
             failures.append(error)
     return failures
 

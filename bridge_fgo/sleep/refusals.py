@@ -53,6 +53,13 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
                 f"weights that it has gathered; set it to 1 and model.{kind}tensor_parallel_num_weight_shards=None"
             )
     ddps = ddp_of(chunk)
+    for settings in (ddp.ddp_config for ddp in ddps):
+        if settings.overlap_param_gather and not settings.use_distributed_optimizer:
+            yield (
+                "Residency with ddp.overlap_param_gather=True under a layer-wise optimizer (its "
+                "ddp.use_distributed_optimizer=False): until the forward after a step this rank has the old weights of "
+                "other ranks, and the new ones come by the gradients' memory; set ddp.overlap_param_gather=False"
+            )
     for buffer in (buffer for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers):
         yield from buffer_refusals(buffer)
     in_ddp = {id(parameter) for ddp in ddps for parameter in ddp.parameters()}

@@ -1,6 +1,7 @@
 """What `Residency` is called with, when, and from which thread: each call does what it says, or says what to do."""
 
 import copy
+import dataclasses
 import gc
 import io
 import re
@@ -308,6 +309,10 @@ REFUSED = {
     "model.cuda_graph_impl='local'": lambda t: (t.model[0].config, "cuda_graph_impl", "local"),
     "TransformerLayer with model.cuda_graph_impl='local' .*model.vision_cuda_graph_impl": lambda t: (
         t.model[0].module.module.decoder.layers[0], "config", SimpleNamespace(cuda_graph_impl="local"),
+    ),
+    "set ddp.overlap_param_gather=False": lambda t: (
+        t.model[0], "ddp_config",
+        dataclasses.replace(t.model[0].ddp_config, overlap_param_gather=True, use_distributed_optimizer=False),
     ),
     "model.expert_gtp_weight_remat_size=2": lambda t: (t.model[0].config, "expert_gtp_weight_remat_size", 2),
     "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),

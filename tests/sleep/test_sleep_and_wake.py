@@ -5,7 +5,6 @@ import copy
 import itertools
 import time
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -733,25 +732,4 @@ def test_collectives_in_flight_are_waited_for_and_their_handles_stay(sleeper):
     me.res.offload("params")
     assert waited == [set()] and isinstance(group.param_gather_handle, Handle)
     group.param_gather_handle = before
-    me.res.close()
-
-
-def test_weights_that_a_layer_wise_gather_has_in_the_gradients_memory_are_in_the_model_after_a_sleep(
-    sleeper, monkeypatch
-):
-    me = sleeper(**IN_FLIGHT)
-    (bucket,) = (group := me.ddp.bucket_groups[0]).buckets
-    numel = sum(param.numel() for param in bucket.params_list)
-    bucket.layerwise_params_list = [[], bucket.params_list]  # this rank has none, and another all
-    landed = bucket.grad_data.view(bucket.params_list[0].dtype)[:numel]
-    monkeypatch.setattr(group.ddp_config, "use_distributed_optimizer", False)
-    landed.copy_(torch.arange(numel) % 100)
-    bucket.layerwise_gather_list = [landed[:0], landed]
-    group.param_gather_handle, group.param_gather_dispatched = mock.Mock(), True
-    me.res.offload()
-    me.res.reload()
-    group.finish_param_sync(skip_next_bucket_dispatch=True)  # as the next forward
-    gathered = torch.cat([param.detach().view(-1) for param in bucket.params_list])
-    assert torch.equal(gathered, (torch.arange(numel) % 100).to(gathered.dtype))
-    assert not bucket.grad_data.any()
     me.res.close()
