@@ -159,7 +159,8 @@ def test_whatever_touches_a_storage_that_is_away_is_told_what_to_call(name):
     assert parameter.equal(torch.arange(12.0).view(3, 4)) and tensor.sum() == 66
 
 
-def test_a_tensor_has_its_own_name_in_the_error():
+def test_a_tensor_has_its_own_name_in_the_error_also_where_it_is_frozen(monkeypatch):
+    monkeypatch.setattr(gc, "get_objects", list)  # which lists nothing that `gc.freeze` has frozen
     tensor = torch.zeros(4)
     other = tensor[:2]
     slab = StorageSlab(tensor, "the buffer", "wake()", named=[("parameter 'w'", other)])
