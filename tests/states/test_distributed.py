@@ -11,6 +11,7 @@ from fused_adam import PrecisionAwareAdam
 
 from bridge_fgo.memory.state import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
+from bridge_fgo.states.masters import MasterCopy
 
 SIZES = [100, 64, 300, 8, 50]
 QUANTIZED = [
@@ -33,7 +34,7 @@ def names_of(optimizer):
     return {id(bundle.param): [state.name for state in bundle.states] for bundle in bundles(optimizer)}
 
 
-# Its states.
+# Its states and masters.
 
 
 def test_masters_come_with_the_weights_they_are_rounded_to_and_a_moment_is_what_the_adam_holds_when_read():
@@ -58,6 +59,16 @@ def test_masters_come_with_the_weights_they_are_rounded_to_and_a_moment_is_what_
         expected = [bundle.param, of_param["exp_avg"], of_param["exp_avg_sq"]]
         assert all(state.read() is tensor for state, tensor in zip(bundle.states, expected, strict=True))
         optimizer.optimizer.load_state_dict(copy.deepcopy(optimizer.optimizer.state_dict()))  # another dictionary
+
+
+def test_a_master_that_is_another_tensor_in_the_next_step_is_copied_to_its_weights():
+    optimizer, _ = made()
+    copies = MasterCopy(optimizer)
+    for value in (1.0, 2.0):
+        masters_of(optimizer)[0] = new = torch.full_like(masters_of(optimizer)[0], value)
+        with copies.one_step():
+            copies.copy_part(frozenset({id(new)}))
+        assert (weights_of(optimizer)[0] == value).all()
 
 
 @pytest.mark.parametrize("buffer", ["param_data", "grad_data"])
