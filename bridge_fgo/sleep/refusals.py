@@ -37,21 +37,20 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
                 f"Residency over a {type(module).__name__}: it manages parameters itself; set "
                 "ddp.use_megatron_fsdp=False and dist.use_torch_fsdp2=False"
             )
-        # A vision model inside has a config of its own.
-        implementation = getattr(getattr(module, "config", None), "cuda_graph_impl", None)
+        config = getattr(module, "config", None)  # a vision model inside has one of its own
+        implementation = getattr(config, "cuda_graph_impl", None)
         if implementation not in (None, "none"):
             yield (
                 f"Residency over a {type(module).__name__} with model.cuda_graph_impl={implementation!r} (of a vision "
                 "model, model.vision_cuda_graph_impl): a graph has the addresses of parameters and gradients baked in, "
                 "which are others after a wake; set it to 'none'"
             )
-    config = getattr(chunk, "config", None)
-    for kind in ("", "expert_"):
-        if (ranks := getattr(config, f"{kind}gtp_weight_remat_size", 1)) > 1:
-            yield (
-                f"Residency with model.{kind}gtp_weight_remat_size={ranks}: Generalized Tensor Parallelism caches "
-                f"weights that it has gathered; set it to 1 and model.{kind}tensor_parallel_num_weight_shards=None"
-            )
+        for kind in ("", "expert_"):
+            if (ranks := getattr(config, f"{kind}gtp_weight_remat_size", 1)) > 1:
+                yield (
+                    f"Residency with model.{kind}gtp_weight_remat_size={ranks}: Generalized Tensor Parallelism caches "
+                    f"weights that it has gathered; set it to 1 and model.{kind}tensor_parallel_num_weight_shards=None"
+                )
     ddps = ddp_of(chunk)
     for settings in (ddp.ddp_config for ddp in ddps):
         if settings.overlap_param_gather and not settings.use_distributed_optimizer:

@@ -314,7 +314,9 @@ REFUSED = {
         t.model[0], "ddp_config",
         dataclasses.replace(t.model[0].ddp_config, overlap_param_gather=True, use_distributed_optimizer=False),
     ),
-    "model.expert_gtp_weight_remat_size=2": lambda t: (t.model[0].config, "expert_gtp_weight_remat_size", 2),
+    "model.expert_gtp_weight_remat_size=2": lambda t: (
+        t.model[0].module.module.decoder.layers[0], "config", SimpleNamespace(expert_gtp_weight_remat_size=2),
+    ),
     "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),
     "ddp.use_megatron_fsdp=False": lambda t: (leaf_of(t).ddp_config, "use_megatron_fsdp", True),
     **{
