@@ -168,7 +168,7 @@ ACCESSES = {
     "masters_scaled": lambda t: [master.mul_(1.5).sum() for master in masters(t)[::2]],
     "states_cleared": lambda t: inner(t).state.clear(),
 }
-"""Of a model, an optimizer and a configuration, and nothing else: `tests/gpu/changed_arm.py` has no more."""
+"""Accesses that use a model, an optimizer and a config alone, so that `tests/gpu/changed_arm.py` can make them too."""
 MORE_ACCESSES = {
     "written_after_reload_states": scaled_after_reload_states,
     "weights_loaded": weights_loaded,

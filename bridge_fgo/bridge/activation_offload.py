@@ -27,7 +27,7 @@ METHODS = {
     "ChunkOffloadHandler": ("tensor_pop", "finish_all_groups"),
     "OffloadTensorPool": ("free", "allocate", "reset"),
 }
-"""The methods that the waits are added to, and the one that ends a forward, by class."""
+"""The methods that are wrapped, by class: waits are added to all but `finish_all_groups`."""
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
 PIECE_BYTES = 32 * 2**20
@@ -121,9 +121,10 @@ def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 def ends_forward(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Return whether no group of a name is left in a chunk's forward, so that the next one is another chunk's.
 
-    mcore 0.19 also says so where nothing is on its way to the host or back: within a forward whose first groups stay on
-    the GPU, as all do in a chunk of one layer whose backward is the first. Its other groups then counted as another
-    chunk's, and training ended ("Chunk mismatch") or went on with wrong gradients (mended in mcore's dev, #6783).
+    mcore 0.19 also says so as soon as nothing is on its way to the host or back. That happens within a forward whose
+    first groups stay on the GPU, as in a chunk of one layer whose backward runs first. The chunk's other groups then
+    count as the next chunk's, and training ends with "Chunk mismatch" or goes on with wrong gradients. (#6783 mends it
+    in the same way in mcore's dev.)
     """
     if (name := args[0] if args else kwargs.get("name")) is None:
         return wrapped(*args, **kwargs)

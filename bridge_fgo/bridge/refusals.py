@@ -64,7 +64,7 @@ class Asked:
 
     @property
     def is_layer_wise(self) -> bool:
-        """As the function."""
+        """Whether a Muon runs over mcore's LayerWiseDistributedOptimizer."""
         return is_layer_wise(getattr(self.cfg, "optimizer", None))
 
     @property
@@ -381,7 +381,7 @@ def refuse_model_config(model_config: Any, engine: Choice) -> None:
 
 
 def refuse_gradients_of(models: Iterable[torch.nn.Module], settings: OffloadConfig) -> None:
-    """Check the configs of built models, whose parts may have their own (MIMO's, a vision model's); raise."""
+    """Check the config of each part of built models (MIMO's and vision models have their own); raise ValueError."""
     rows = [row for row in OF_SETTINGS if row.setting == GRADIENTS and row.beside[0].startswith("model.")]
     modules = (module for model in models for module in model.modules())
     for config in {id(found): found for module in modules if (found := getattr(module, "config", None))}.values():

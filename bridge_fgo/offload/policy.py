@@ -186,7 +186,7 @@ class HoldPolicy:
         least = max(least_budget(each, sizes, self.held_through_step) for each in profiles)
         wanted = max(least_budget(each, sizes, self.held_through_step) + each.beyond for each in profiles)
         if self._device_room is not None:
-            # What ran fits, with everything offloaded.
+            # A step with everything offloaded has run, so its peak fits.
             self.budget_bytes = max(self._device_room.budget_bytes(), wanted)
         staying = set() if self.budget_bytes is None else self._choose(parts, self.budget_bytes, least, wanted)
         self.limit = least if self.budget_bytes is None else self.budget_bytes

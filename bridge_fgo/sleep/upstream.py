@@ -95,9 +95,10 @@ class Buffer:
         find_aliases(slabs)
         for slab in slabs:
             slab.require_resizable()
-        # Race: an all-gather that mcore has not waited for may still write what is copied, or a wake read the host's.
-        wait_for_gpu(buffer.grad_data.device)
         if weights is not None:
+            # Race: an all-gather that mcore has not waited for may still write the weights that are copied, or an
+            # earlier reload may still read the host memory that they are copied to.
+            wait_for_gpu(buffer.grad_data.device)
             hosts = weights.map_host()
             if self._pins and hosts:
                 page_lock(hosts)

@@ -237,7 +237,7 @@ STAYS = {
     "the_first_groups_of_a_later_stage": {"kept": (1, 1, 1.0)},
     "all_groups": {"kept": (0, 0, 0.0)},
 }
-"""What mcore keeps on the GPU of the chunk whose backward is the first."""
+"""How to train so that mcore keeps these groups on the GPU, of the chunk whose backward runs first."""
 
 
 @EVERY
