@@ -347,12 +347,10 @@ def test_the_terms_tell_of_states_gradients_activations_and_recomputation_and_wh
     of_job = job(f"{WIDE} --pp 2 --vpp 2", 2)
     of_job.config.model.attention_backend = "fused"
     found = recommended(of_job)
-    assert not any(OFFLOADED in one.name for one in found.choices)
-    left_out = found.terms[-2:]
-    assert left_out[0].startswith("not offered: attention recomputed: of fused attention it spares nothing")
-    assert left_out[1].startswith("not offered: activations offloaded: with several model chunks a rank it has run")
+    assert found.terms[-1].startswith("not offered: attention recomputed: of fused attention it spares nothing")
+    assert choice(found, OFFLOADED).fits
     vars(of_job.config.model).update(fine_grained_activation_offloading=True, offload_modules=["qkv_linear"])
-    assert any("may end so: Chunk mismatch" in note for note in make_estimate(of_job).notes)
+    assert any("mcore 0.19 ends with Chunk mismatch" in note for note in make_estimate(of_job).notes)
     of_job.config.model.fine_grained_activation_offloading = False
     given = recommended(of_job, activations=GB).terms
     assert sum(term.endswith("activations are not counted, but as --activations-gb says") for term in given) > 2

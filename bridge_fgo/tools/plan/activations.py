@@ -50,7 +50,6 @@ NO_GRADIENT = sys.maxsize
 WITHIN = {False: set[str](), True: {"moe_act", "shared_experts"}}
 """Modules that a recomputed "moe" has within it, by whether it is recomputed."""
 
-SEVERAL_CHUNKS = "with several model chunks a rank it has run on no GPU; mcore 0.19 alone may end so: Chunk mismatch"
 NOT_COUNTED = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",

@@ -14,7 +14,6 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.activations import (
     NO_GRADIENT,
-    SEVERAL_CHUNKS,
     Backward,
     Course,
     activation_bytes,
@@ -402,7 +401,10 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
             who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
         yield f"activations: {who} offloads some, and pins {figure} for them {when}"
     if offload_modules(config.model) and chunks_of(config.model) > 1:
-        yield f"activation offload: {SEVERAL_CHUNKS}"
+        yield (
+            f"activation offload: with several model chunks a rank, peaks are {UNTRIED}; mcore 0.19 ends with Chunk "
+            "mismatch where a chunk has one layer, unless bridge_fgo offloads states too, or activation_waits=True"
+        )
     if activations is None and offloaded_layers(config.model):
         tried = "" if is_unfused(config.model) else f", with fused attention {UNTRIED}"
         yield (

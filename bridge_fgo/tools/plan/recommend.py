@@ -14,7 +14,6 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
-    SEVERAL_CHUNKS,
     chunks_of,
     copied_bytes,
     is_unfused,
@@ -326,8 +325,6 @@ class Recommender:
             unsuited = dict.fromkeys(found, "activations are not counted, but as --activations-gb says")
         elif not is_unfused(model):
             unsuited["attention recomputed"] = "of fused attention it spares nothing"
-        if chunks_of(model) > 1 and self._activations is None:
-            unsuited[OFFLOADED] = SEVERAL_CHUNKS
         suited = {name: kind for name, kind in found.items() if name not in unsuited}
         return suited, {name: why for name, why in unsuited.items() if name in found}
 
