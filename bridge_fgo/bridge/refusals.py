@@ -375,14 +375,25 @@ def refuse_optimizer_config(config: Any) -> None:
         refuse(told(OF_OPTIMIZERS, Asked(SimpleNamespace(optimizer=config))))
 
 
-def refuse_model_config(model_config: Any, engine: Choice) -> None:
-    """Check a built model's config for a full-iteration CUDA graph, which the engine may not serve, and GTP; raise."""
+def refuse_model_config(model_config: Any, engine: Choice, models: Iterable[torch.nn.Module]) -> None:
+    """Check a built model's config for a full-iteration CUDA graph, which the engine may not serve; raise ValueError.
+
+    And that of each part for GTP.
+    """
     refuse(told([GRAPH_OF_ITERATION, *GTP], Asked(SimpleNamespace(model=model_config), engine=engine)))
+    _refuse_parts(models, GTP)
 
 
 def refuse_gradients_of(models: Iterable[torch.nn.Module], settings: OffloadConfig) -> None:
-    """Check the config of each part of built models (MIMO's and vision models have their own); raise ValueError."""
+    """Check the config of each part of built models; raise ValueError."""
     rows = [row for row in OF_SETTINGS if row.setting == GRADIENTS and row.beside[0].startswith("model.")]
+    _refuse_parts(models, rows, settings)
+
+
+def _refuse_parts(
+    models: Iterable[torch.nn.Module], rows: list[Refusal], settings: OffloadConfig | None = None
+) -> None:
+    """Check the configs of all parts (MIMO's and vision models have their own) by rows that read the model's alone."""
     modules = (module for model in models for module in model.modules())
     for config in {id(found): found for module in modules if (found := getattr(module, "config", None))}.values():
         refuse(told(rows, Asked(SimpleNamespace(model=config), settings)))

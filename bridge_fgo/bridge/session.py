@@ -82,12 +82,13 @@ class Session:
         intervals = ACTIVE if waits else ALLOCATED
         if owner is None:
             meter = PeakMeter(intervals)
+            chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
 
             def make() -> tuple[list[McoreSource], Engine]:
-                sources, engine = _make_engine(optimizer, model_config, config, meter)
+                sources, engine = _make_engine(optimizer, model_config, config, meter, chunks)
                 if config.gradients:
                     assert isinstance(engine, NativeEngine)  # with another the setting is refused
-                    self.gradients = _take_gradients(model, config)
+                    self.gradients = _take_gradients(chunks, config)
                     if config.gpu_memory_budget_gib is not None:
                         engine.schedule.holding.gradients_stay = self.gradients.stay
                     engine.hosts_beside = self.gradients.map_hosts()
@@ -347,13 +348,13 @@ class Session:
 
 
 def _make_engine(
-    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter
+    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter, chunks: list[torch.nn.Module]
 ) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `Session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
     refuse_optimizer_config(optimizer_config)
     name = choose_engine(config, optimizer_config)
-    refuse_model_config(model_config, name)
+    refuse_model_config(model_config, name, chunks)
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(
@@ -370,8 +371,7 @@ def _make_engine(
     return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
 
 
-def _take_gradients(model: Any, config: OffloadConfig) -> Gradients:
-    chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
+def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gradients:
     ddps = [ddp for chunk in chunks for ddp in ddp_of(chunk)]
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     if not ddps and (not chunks or any(parameter.requires_grad for parameter in parameters)):

@@ -90,7 +90,8 @@ class Loop:
         )  # fmt: skip
 
     def _chunk(self):
-        chunk = mock.Mock(config=self.model_config, remove_forward_pre_hook_handles={"hook": 1}, module=None)
+        marks = {"remove_forward_pre_hook_handles": {"hook": 1}, "module": None, "modules": list}
+        chunk = mock.Mock(config=self.model_config, **marks)
         chunk.zero_grad_buffer.side_effect = lambda: self.events.append("zero_grad_buffer")
         return chunk
 

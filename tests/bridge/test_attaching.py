@@ -77,6 +77,13 @@ def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
     assert is_value and "only the states of Adam and Muon" in text
 
 
+def test_a_part_of_the_model_is_refused_for_its_own_config(loop, told):
+    part = torch.nn.Linear(1, 1)
+    vars(part)["config"] = SimpleNamespace(expert_gtp_weight_remat_size=2)
+    with pytest.raises(ValueError, match=r"^model\.expert_gtp_weight_remat_size=2 with optimizer\.offload_optimizer"):
+        Session(loop.optimizer, loop.model_config, CONFIG, torch.nn.Sequential(part))
+
+
 @pytest.mark.parametrize(
     ("others", "events"),
     [([(True, "ValueError: theirs")], []), ([None, None, (True, "ValueError: theirs")], ["pin"])],

@@ -63,7 +63,7 @@ def mimo_step(monkeypatch):
         monkeypatch.setattr("megatron.core.utils.get_model_config", lambda model: loop.model_config)
         loop.events.clear()
         mimo.train_step_megatron_mimo(
-            forward_step_func=mock.Mock(), data_iterator=None, model=mock.Mock(config=loop.model_config),
+            forward_step_func=mock.Mock(), data_iterator=None, model=mock.Mock(config=loop.model_config, modules=list),
             optimizer=optimizer, schedulers={}, global_state=loop.state, multimodule_communicator=None,
             multimodule_pg_collection=None, infra=SimpleNamespace(pg_collections=None),
             module_to_grid_tuple=[(module, "grid")], num_microbatches=1, seq_length=8, micro_batch_size=1,

@@ -354,12 +354,23 @@ def test_the_command_prints_the_moves(run_plan):
     assert found["stages"][0]["moves"][0]["copied"] == 112 * GB
 
 
-@pytest.mark.parametrize("setting", ["cuda_graph_impl", "vision_cuda_graph_impl"])
-def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan, setting):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.cuda_graph_impl": "transformer_engine"},
+        {"model.vision_cuda_graph_impl": "transformer_engine"},
+        {"ddp.overlap_param_gather": True, "ddp.use_distributed_optimizer": False, "optimizer.optimizer": "dist_muon"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_residency_would_refuse_is_said_and_has_status_1(run_plan, settings):
     of_job = job(8.0, flag=False)
-    setattr(of_job.config.model, setting, "transformer_engine")
+    for setting, value in settings.items():
+        section, _, name = setting.partition(".")
+        setattr(getattr(of_job.config, section), name, value)
     status, printed = run_plan(of_job)
-    assert status == 1 and f"refused by Residency: model.{setting}='transformer_engine'" in printed
+    refused, value = next(iter(settings.items()))
+    assert status == 1 and f"refused by Residency: {refused}={value!r}" in printed
     assert "sleep, of an iteration" in printed
 
 

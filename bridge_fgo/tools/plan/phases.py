@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from bridge_fgo.bridge.refusals import is_layer_wise
 from bridge_fgo.sleep.states import WHOLE_MASTERS
 from bridge_fgo.sleep.weights import fitting
 from bridge_fgo.tools.job.job import Job
@@ -122,7 +123,7 @@ def plan_phases(estimate: Estimate, host_memory_limit_gib: float | None = None) 
         raise ValueError(f"--phases: {refusal}")
     limit = math.inf if host_memory_limit_gib is None else host_memory_limit_gib * 2**30
     stages = [_stage(estimate, stage, limit) for stage in estimate.stages]
-    phases = Phases(stages, [], list(_notes(estimate, stages)), list(_told(estimate.job, REFUSED)))
+    phases = Phases(stages, [], list(_notes(estimate, stages)), list(_refusals(estimate.job)))
     for of_link in estimate.links:
         link = of_link.link  # of one GPU beside the others of its node
         speeds = {SLEEP: link.d2h, SLEEP_ALL: link.d2h}
@@ -188,6 +189,17 @@ def _told(job: Job, refusals: Mapping[str, str]) -> Iterator[str]:
         section, _, setting = name.partition(".")
         if (value := getattr(getattr(job.config, section), setting, None)) not in (None, False, "none"):
             yield f"{name}={value!r}: {why}"
+
+
+def _refusals(job: Job) -> Iterator[str]:
+    """Yield why `Residency` would refuse a job of which it is known what would move."""
+    yield from _told(job, REFUSED)
+    ddp = job.config.ddp
+    if is_layer_wise(job.config.optimizer) and ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
+        yield (
+            "ddp.overlap_param_gather=True: under a layer-wise optimizer a rank has old weights of other ranks until "
+            "the forward after a step; set it to False"
+        )
 
 
 def _unplanned(job: Job) -> Iterator[str]:
