@@ -398,8 +398,7 @@ class Residency:
         wait_for_gpu(self._device)
         if drops:  # first: the driver takes their memory back while others are copied
             with tally.part("grads"):
-                self._gradients.is_kept = False
-                tally.moved.freed += dropped + self._gradients.empty()
+                tally.moved.freed += dropped + self._gradients.empty(kept=False)
                 self._backwards.used()
         try:
             # Weights first: their copies run while masters are compared, and while the states' are queued.
@@ -429,8 +428,7 @@ class Residency:
             wait_for_gpu(self._device)
         tally.moved.freed += self._weights.release(slabs)
         if keeps:
-            self._gradients.is_kept = True
-            tally.moved.freed += self._gradients.empty()
+            tally.moved.freed += self._gradients.empty(kept=True)
         with tally.part("driver"):
             return_to_driver(self._device)
         with tally.part("caches"):

@@ -39,7 +39,7 @@ class Gradients:
         self._of_buffers: dict[int, StorageSlab] = {}
         """By the place of the buffer; made once training does not manage it."""
         self.is_kept = False
-        """Whether `reload` copies them back from the host, as `copy_out` has copied them before they were emptied."""
+        """Whether `reload` copies them back from the host."""
 
     @property
     def slabs(self) -> list[StorageSlab]:
@@ -90,8 +90,9 @@ class Gradients:
                 copied += bucket.nbytes
         return copied
 
-    def empty(self) -> int:
-        """Release their memory; return its bytes."""
+    def empty(self, kept: bool) -> int:
+        """Release their memory; return its bytes. kept: `copy_out` has copied them, and `reload` copies them back."""
+        self.is_kept = kept
         freed = sum(slab.empty() for slab in self.slabs)
         for bucket in self.buckets:
             freed += 0 if bucket.gpu is None else bucket.nbytes

@@ -138,8 +138,7 @@ class AnyOrder(RuleBasedStateMachine):
         if keeps:
             self.sleeper.map_hosts()
             self.sleeper.copy_out()
-        self.sleeper.is_kept = keeps
-        self.sleeper.empty()
+        self.sleeper.empty(keeps)
         assert self.sleeper.is_away and not self.sleeper.is_here and not with_memory(self.gradients)
         self.no_memory.fails, self.no_memory.spared = fails, spared
         try:

@@ -9,6 +9,7 @@ from toy_source import TorchSource
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
+from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.state import Bundle, Home, State
 from bridge_fgo.offload.profile import Mark
 
@@ -82,6 +83,15 @@ def test_a_torch_module_trains_bitwise_equal_with_moments_away_in_forward_and_ba
     engine.close()
     assert engine.sources == [] and engine.slabs == []
     assert all(torch.equal(a, b) for a, b in zip(states(optimizer), states(of_twin), strict=True))
+
+
+def test_where_the_step_is_not_divided_all_states_are_on_the_gpu_as_more_are_made():
+    optimizer, _, engine = trained("cpu", 2)
+    optimizer.register_step_post_hook(lambda *_: None)
+    engine.offload_now()
+    seen = []
+    engine.make_states(engine.sources[0], lambda: seen.extend(slab.state for slab in engine.slabs))
+    assert set(seen) == {SlabState.RESIDENT}
 
 
 class BufferSource(TorchSource):

@@ -19,22 +19,30 @@ class Refuses:
         return lambda *args: 0 if name in self._works else 719
 
 
+KERNEL, EVENT = ("cuModuleGetFunction",), ("cuEventCreate", "cuEventDestroy_v2")
 CALLS = {
-    "copy": lambda: driver.Copier(to_gpu=False).copy(1, 2, 3, 0),
-    "make a stream": driver.Stream,
-    "launch": lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(driver.make_grid(1, 1), 0, 5),
-    "query": lambda: driver.Event().has_happened(),
-    "record": lambda: driver.Event().record(0),
-    "wait": lambda: driver.Event().block(0),
+    "copy": ((), lambda: driver.Copier(to_gpu=False).copy(1, 2, 3, 0)),
+    "make a stream": ((), driver.Stream),
+    "make an event": ((), driver.Event),
+    "find k": ((), lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32)),
+    "launch": (
+        KERNEL,
+        lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(driver.make_grid(1, 1), 0, 5),
+    ),
+    "query": (EVENT, lambda: driver.Event().has_happened()),
+    "record": (EVENT, lambda: driver.Event().record(0)),
+    "wait": (EVENT, lambda: driver.Event().block(0)),
 }
+"""What is refused: which functions work, and a call of others."""
 
 
 @pytest.mark.parametrize("what", CALLS)
 def test_what_the_driver_refuses_is_an_error(monkeypatch, what):
-    library = Refuses("cuEventCreate", "cuEventDestroy_v2", "cuModuleGetFunction")
+    works, call = CALLS[what]
+    library = Refuses(*works)
     monkeypatch.setattr(driver, "_library", lambda: library)
     with pytest.raises(RuntimeError, match=rf"refused to {what}.*719"):
-        CALLS[what]()
+        call()
 
 
 def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit(monkeypatch):

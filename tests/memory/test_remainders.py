@@ -59,7 +59,8 @@ def is_encoded(training):
 
 
 def counts_what_there_is(training):
-    return sum(slab.gpu_bytes for slab in training.slabs()) == training.schedule.ledger.nbytes
+    held = [storage for slab in training.slabs() for storage in (slab._storage, *(slab._staging_home or ())[1:])]
+    return sum(storage.nbytes() for storage in held if storage is not None) == training.schedule.ledger.nbytes
 
 
 def through(words):

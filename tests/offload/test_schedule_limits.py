@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge_fgo.memory.layout import part_bytes
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload import policy, schedule
+from bridge_fgo.offload.slab_queue import SlabQueue
 
 MANY_WHOLE = 12 * sum(MANY_SIZES)
 
@@ -128,6 +131,22 @@ def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
         staged.clear()
         move()
         assert 0 < max(staged) <= MOST_IN_TRANSIT + 1 < len(training.parts())
+
+
+def test_by_a_new_plan_nothing_comes_before_the_allocator_has_returned_what_it_caches_once(monkeypatch):
+    training, order = trained(2, layer=WHOLE // 2), []
+    for owner, name in ((SlabQueue, "return_cached"), (Transfers, "copy_in")):
+        monkeypatch.setattr(owner, name, noting(order, name, getattr(owner, name)))
+    training.run_pass()
+    assert order[0] == "return_cached" and set(order[1:]) == {"copy_in"}
+    training.finish()
+    order.clear()
+    training.run_pass()
+    assert set(order) == {"copy_in"} and any(before < after for before, after in pairwise(training.held))
+
+
+def noting(order, name, real):
+    return lambda *of: (order.append(name), real(*of))[1]
 
 
 # Between steps, and at the begin and the end.

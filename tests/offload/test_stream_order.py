@@ -216,6 +216,18 @@ def test_copies_out_that_yield_come_after_every_copy_in_and_no_copy_in_waits_for
     assert sum(yielding) > 20
 
 
+@pytest.mark.usefixtures("updates_are_seen")
+def test_points_that_pass_on_a_side_stream_move_slabs_on_the_training_stream(order, monkeypatch):
+    seen = set()
+    for name in ("_change_plan", "_hold_to"):
+        move = getattr(schedule.Schedule, name)
+        watched = lambda of, plan, name=name, move=move: (seen.add((name, order.current)), move(of, plan))[1]  # noqa: E731
+        monkeypatch.setattr(schedule.Schedule, name, watched)
+    for seed in range(4):
+        train(order, seed)
+    assert seen == {("_change_plan", TRAINING), ("_hold_to", TRAINING)}
+
+
 def release_some(order, seed, waits):
     """Release some slabs, in any order and on any stream, whatever copies began first; return the clocks of theirs."""
     training = RandomTraining(order, seed, debug=False)

@@ -521,6 +521,8 @@ def test_a_copy_of_a_sleeping_or_partly_loaded_model_is_its_parameters_and_may_b
     assert res.away == {"params", "grads"}
     utils.load_megatron_model_to_gpu(me.training.model)
     assert all(torch.equal(p, was + 1) for p, was in zip(me.params(), me.own, strict=True))
+    never_slept = torch.nn.Linear(2, 2)
+    assert all(map(torch.equal, utils.copy_megatron_model_to_cpu([never_slept]), never_slept.parameters()))
 
 
 @pytest.mark.parametrize("offloads", [False, True])

@@ -368,7 +368,7 @@ def test_weights_that_cannot_be_read_on_the_host_are_refused_by_name(training, m
         res.host_params()
 
 
-def test_a_rank_whose_constructor_has_failed_on_another_has_no_hooks_and_no_host_memory(training, monkeypatch):
+def test_after_a_constructor_that_failed_there_are_no_hooks_and_as_after_a_close_no_host_memory(training, monkeypatch):
     before = hooks(training)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="there was a fault"):
         fail(patch, Checks, "on_optimizer", call=1, error=OSError)
@@ -377,7 +377,12 @@ def test_a_rank_whose_constructor_has_failed_on_another_has_no_hooks_and_no_host
     gc.collect()
     kept = (HostBuffer, Backwards, WeightSlab)
     assert not [each for each in gc.get_objects() if type(each) in kept]
-    residency(training).close()
+    res = residency(training)
+    res.offload(grads="keep")
+    res.reload()
+    res.close()
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is HostBuffer], "though it is there itself"
 
 
 def test_memory_that_cannot_be_emptied_or_moved_is_refused_before_anything_moves(training, model):

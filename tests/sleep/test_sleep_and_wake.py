@@ -277,6 +277,16 @@ def errors_in_blocks(me):
         me.ddp.zero_grad_buffer()
 
 
+def errors_in_blocks_whose_weights_went(me):
+    """Packed masters stay, as they cannot be packed anew without their weights."""
+    me.offload("optimizer")
+    with pytest.raises(ZeroDivisionError) as caught, me.res.only("optimizer"):
+        me.res.offload("params")
+        _ = 1 / 0
+    assert me.res.away == {"params", "grads"} | (set() if me.how["config"] is PACKED else {"optimizer"})
+    assert len(caught.value.__notes__) == 1
+
+
 def errors_in_swaps(me):
     me.keep("a set")
     for away in AWAY:
@@ -339,6 +349,7 @@ def written_before_an_error_in_a_swap(me):
 AWAY = ((), ("grads",), ("params",), ("params", "optimizer"), KINDS)
 ORDERS = {
     "errors in blocks": errors_in_blocks,
+    "errors in blocks whose weights went": errors_in_blocks_whose_weights_went,
     "errors in swaps": errors_in_swaps,
     "weights written and read": written_and_read,
 }
@@ -444,6 +455,18 @@ def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_
     nbytes = me.weights_bytes
     assert copied[0] == (0, 2 * nbytes, nbytes)  # whole masters came, one slab at a time
     assert copied[1] == copied[2] == (nbytes, nbytes, 0)
+
+
+def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper, monkeypatch):
+    """There may be no memory for both."""
+    me, order = sleeper(), []
+    me.res.offload("params")
+    for owner, names in ((StorageSlab, ("empty", "fill")), (states.OptimizerStates, ("end_offload", "reload"))):
+        for name in names:
+            note(monkeypatch, order, owner, name, name)
+    with me.only("params"):
+        pass
+    assert order == ["empty", "end_offload", "fill", "empty", "reload", "fill"]
 
 
 def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper, monkeypatch):
