@@ -165,8 +165,10 @@ def test_a_state_that_is_there_and_not_in_the_checkpoint_is_mcores_error(saved, 
             load(run, folder)
 
 
-def test_a_save_before_the_first_step_is_a_resident_runs(tmp_path):
-    both(lambda run: save(run, tmp_path / str(run.options.offload)), **KINDS["fsdp of swiglu"])
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_a_save_before_the_first_step_is_a_resident_runs(tmp_path, fraction):
+    config = dataclasses.replace(PACKED, fraction=fraction)
+    both(lambda run: save(run, tmp_path / str(run.options.offload)), config, **KINDS["fsdp of swiglu"])
     assert_same_shards(tmp_path / "True", tmp_path / "False")
 
 

@@ -207,8 +207,7 @@ class Schedule:
         """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
         if self._plan is not None:
             return self._plan.step
-        moving = max((part.transit_bytes for part in self.parts if not part.stays), default=0)
-        return 2 * moving + self._bytes_in_any_case
+        return 2 * max((part.transit_bytes for part in self.parts), default=0) + self._bytes_in_any_case
 
     @property
     def _bytes_in_any_case(self) -> int:
