@@ -72,3 +72,15 @@ def latent_experts():
     options = "--layers 4 --hidden 1024 --heads 16 --seq 1024 --mbs 2 --gbs 4 --experts 4 --topk 2 --grouped-experts"
     heads = {"num_query_groups": 16, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
     return latent(options, q_lora_rank=384, kv_lora_rank=256, **heads)
+
+
+def adapters(*options: str):
+    from megatron.bridge.peft.lora import LoRA
+
+    result = config(*SMALL.split(), *options)
+    result.peft = LoRA(dim=8)
+    return result
+
+
+def adapters_of_experts():
+    return adapters("--experts", "8", "--ep", "2", "--grouped-experts")

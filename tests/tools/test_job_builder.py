@@ -121,6 +121,30 @@ def test_a_layer_wise_optimizer_deals_whole_parameters_out():
     assert len(set(totals)) > 1
 
 
+@pytest.mark.parametrize("name", ["adapters", "adapters_of_experts"])
+def test_adapters_have_the_states_and_the_frozen_model_none(name):
+    """Wherever the weights are that Bridge would load: none are read here."""
+    options = f"{SMALL} --experts 8 --ep 2 --grouped-experts" if "experts" in name else SMALL
+    of_lora, whole = job(name, 4), job(options, 4)
+    plan, (totals,) = bytes_by_rank(of_lora)
+    trained = [tensor for tensor in of_lora.tensors(0) if tensor.trainable]
+    assert trained and all(".adapter." in tensor.name for tensor in trained)
+    shared = of_lora.parallel.expert
+    assert sum(totals) == 12 * sum(tensor.numel * (shared if tensor.expert else 1) for tensor in trained)
+    frozen = [tensor.numel for tensor in of_lora.tensors(0) if not tensor.trainable]
+    assert sum(frozen) == sum(tensor.numel for tensor in whole.tensors(0))
+    assert plan.stages[0].parameters >= 2 * sum(frozen) and not plan.knows_activations
+    assert any(note.startswith("activations are not counted with peft=LoRA: peaks are") for note in plan.notes)
+    mxfp8 = job(name, 4, "mixed_precision=bf16_with_mxfp8_mixed")
+    numel = [
+        sum(t.numel for t in mxfp8.tensors(0) if not t.trainable and t.quantized is kind) for kind in (True, False)
+    ]
+    trained = sum(2 * tensor.numel for tensor in trained)
+    assert make_estimate(mxfp8).stages[0].parameters - trained == pytest.approx(
+        2.0625 * numel[0] + 2 * numel[1], rel=0.01
+    )
+
+
 @pytest.mark.skipif(source_of("megatron.bridge.models.gpt.model_config") is None, reason="of Bridge 0.7")
 def test_a_model_that_a_builder_builds_is_laid_out_as_it_was_by_a_provider():
     provided = json.loads(gzip.decompress((answers.FOLDER / "llama3_70b_64gpu.json.gz").read_bytes()))["answer"]

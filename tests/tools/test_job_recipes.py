@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import types
 from unittest.mock import Mock
 
 import pytest
@@ -78,14 +77,9 @@ def test_the_vocabulary_of_every_recipe_is_known_or_its_config_asked_for(name, m
         assert config.model.vocab_size == kept[RECIPES[name].hf_model]["config"]["vocab_size"]
 
 
-def adapters():
-    return types.SimpleNamespace(peft=object())
-
-
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("test_job_recipes:adapters", "peft is set"),  # the whole model would be counted
         ("os:getcwd", "os:getcwd is a str, and no ConfigContainer"),
     ],
 )

@@ -5,6 +5,7 @@ were the optimizer step's in two of the small runs offloaded, which are left out
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from built_jobs import job
@@ -305,3 +306,17 @@ def test_a_node_pins_what_its_ranks_offload():
     ranks = [of_rank.total for of_stage in plan.states for of_rank in of_stage]
     assert len(ranks) == 32
     assert plan.links[0].pinned == max(sum(ranks[first : first + 4]) for first in range(0, 32, 4))
+
+
+def test_activations_of_a_model_that_is_more_than_a_gpt_are_not_counted():
+    """A vision model's layers are none of the sizes that the config has for the language model's."""
+    gpt = read_job("qwen3_30b_a3b_8gpu", None, {})
+    vision = replace(gpt.tensors(0)[1], name="module.vision_model.decoder.layers.0.self_attention.linear_qkv.weight")
+    offloads = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    model = SimpleNamespace(**vars(gpt.config.model) | offloads)
+    config = SimpleNamespace(**vars(gpt.config) | {"model": model})
+    more = make_estimate(replace(gpt, config=config, stages=[[[vision, *gpt.stages[0][0]]]]))
+    assert make_estimate(gpt).knows_activations and not more.knows_activations
+    told = "activations are not counted for this kind of model"
+    assert f"{told}: peaks are lower bounds; give --activations-gb" in more.notes
+    assert any("mcore offloads some, and pins bytes that are not known" in note for note in more.notes)

@@ -84,6 +84,9 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
     gpus_given = request["gpus"] or gpus
     gpus = parallel_of(config, gpus_given).gpus
     found: dict[str, Any] = {"gpus": gpus, "gpus_given": gpus_given is not None}
+    peft, checkpoint = getattr(config, "peft", None), config.checkpoint
+    if (peft or checkpoint.pretrained_checkpoint) and not request["patches"]:  # a plan needs no weights
+        checkpoint.pretrained_checkpoint = os.devnull  # Bridge asserts that it is there
     as_given = copy.deepcopy(config)
     found["bridge_refuses"] = prepare(config, gpus)
     found |= offload_of(config, request["offload"])
@@ -102,6 +105,8 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["recomputations"] = dict(recomputations(as_given, gpus))
     found["config"] = {section: plain_section(getattr(config, section)) for section in SECTIONS}  # with its vocabulary
+    if peft:
+        found["config"]["peft"] = {"kind": type(peft).__name__}
     if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
         found["config"]["optimizer"]["provide"] = plain(config.optimizer.provide)
     return found
@@ -245,11 +250,27 @@ def model_of_stage(config: Any, parallel: Parallel, stage: int) -> Iterator[tupl
                     wrap_with_ddp=False,
                     mixed_precision_wrapper=Float16Module,
                     init_model_with_meta_device=True,
+                    pre_wrap_hook=partial(with_adapters, config.peft) if getattr(config, "peft", None) else None,
                     pg_collection=groups,
                 )
             yield chunks, groups
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def with_adapters(peft: Any, chunks: list[Any]) -> list[Any]:
+    """Return model chunks with frozen parameters and adapters without memory, as Bridge's own hook makes them."""
+    from megatron.bridge.peft import utils
+
+    with (
+        torch.device("meta"),
+        mock.patch.object(utils, "version", lambda package: te_shapes.ShapesModule.__version__),
+        # It sends values, and there are none.
+        mock.patch.object(
+            utils.ParallelLinearAdapter, "_synchronize_shared_expert_parameters", lambda self: None, create=True
+        ),
+    ):
+        return peft(chunks, training=True)
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:

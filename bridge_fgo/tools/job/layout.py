@@ -62,7 +62,9 @@ def held_by_ranks(config: Any, chunks: list[Any], groups: Any, parallel: Paralle
 
 def held_of(model: Any, wrapped: list[Any], optimizers: list[OptimizerStates], ranks: list[list[int]]) -> Held:
     """Return what ranks hold of model chunks in DDP; see `Held` for the last two."""
-    parameters = sum(p.nbytes for chunk in wrapped for p in chunk.parameters() if not p.requires_grad)
+    of_quantized = MXFP8_BYTES if getattr(model, "fp8_recipe", None) == "mxfp8" else FP8_BYTES
+    frozen = [p for chunk in wrapped for p in chunk.parameters() if not p.requires_grad]
+    parameters = sum(int(p.numel() * of_quantized) if te_shapes.is_quantized(p) else p.nbytes for p in frozen)
     gradients, shares, buckets = 0, [], []
     numbers = {id(param): n for n, param in enumerate(param for chunk in wrapped for param in chunk.parameters())}
     for buffer in (buffer for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):

@@ -55,8 +55,6 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
         raise ValueError(f"hf_config={folder}: {target} reads no Hugging Face config; leave it out")
     if overrides:
         config = overridden(config, overrides)
-    if getattr(config, "peft", None) is not None:
-        raise ValueError(f"{target}: peft is set, and how many parameters its adapters have is not known here")
     if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
         raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
     return config, gpus

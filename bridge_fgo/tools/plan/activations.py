@@ -50,6 +50,9 @@ NO_GRADIENT = sys.maxsize
 WITHIN = {False: set[str](), True: {"moe_act", "shared_experts"}}
 """Modules that a recomputed "moe" has within it, by whether it is recomputed."""
 
+OF_A_GPT = {"embedding", "decoder", "output_layer"}
+"""How the names of a GPT's tensors begin; a vision model's layers are not of the config's sizes."""
+
 NOT_COUNTED = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",
@@ -118,7 +121,8 @@ def backward_of(job: Job, stage: int) -> Backward | None:
     model: Any = job.config.model
     layers = layers_of_stage(job, stage)
     granularity, is_block, number = recomputation(model)
-    if not layers or uncounted(job.config):
+    names = {tensor.name.removeprefix("module.").partition(".")[0] for tensor in job.tensors(stage)}
+    if not layers or uncounted(job.config) or names - OF_A_GPT:
         return None
     whole = [_layer(job, layer.has_experts) for layer in layers]
     chunks = chunks_of(model)
@@ -189,6 +193,8 @@ def uncounted(config: Any) -> str:
             return as_named_in(model, f"model.{name}={value!r}")
     if getattr(model, "num_layers", None) is None:
         return "model.num_layers=None"
+    if adapters := adapters_of(config):
+        return f"peft={adapters}"
     # The layers that these offload were not held against runs, and planned peaks were above what such recipes run on.
     if offloaded_layers(model) and (getattr(model, "fp8", None) or uses_fsdp(config)):
         return as_named_in(model, "model.cpu_offloading=True and FP8 or Megatron-FSDP")
@@ -196,6 +202,11 @@ def uncounted(config: Any) -> str:
         return ""
     text = f"model.fine_grained_activation_offloading=True and model.offload_modules={model.offload_modules!r}"
     return as_named_in(model, text)
+
+
+def adapters_of(config: Any) -> str | None:
+    """Return the kind of adapters that are trained beside frozen parameters; None for none."""
+    return getattr(getattr(config, "peft", None), "kind", None)
 
 
 def pinned_bytes(job: Job, stage: int) -> int | None:

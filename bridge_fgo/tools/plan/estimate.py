@@ -394,7 +394,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         yield f"activations: tokens spread evenly over experts{tried}"
     if offload_modules(config.model) or offloaded_layers(config.model):
         figure = f"{max(stage.copies for stage in stages) / 1e9:.2f} GB a rank"
-        if uncounted(config):
+        if uncounted(config) or any(pinned_bytes(job, stage.stage) is None for stage in stages):
             figure = f"bytes that are not known ({not_counted(config)})"
         who, when = "mcore", "in its first iteration"
         if offloaded_layers(config.model):

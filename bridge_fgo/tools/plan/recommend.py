@@ -14,6 +14,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
+    adapters_of,
     chunks_of,
     copied_bytes,
     is_unfused,
@@ -122,6 +123,10 @@ class Recommender:
     ) -> None:
         self._job, self._link, self._activations = job, link, activations
         self._forward, self._backward = forward, backward
+        if adapters := adapters_of(job.config):
+            raise ValueError(
+                f"--recommend: peft={adapters}: how long a backward with frozen parameters takes is not known"
+            )
         self._again = compute_of(job, link.name, forward).recomputed
         if backward is not None and backward <= self._again:
             raise ValueError(
