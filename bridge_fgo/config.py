@@ -77,7 +77,7 @@ class OffloadConfig:
     fragmentation. The margin grows if PyTorch's allocator runs short. If everything fits, nothing is offloaded."""
 
     gradients: bool | Literal["lazy"] = False
-    """Have gradients take no GPU memory until a backward needs it ("lazy"), and leave between microbatches too (True).
+    """Allocate gradients only when a backward needs them ("lazy"), and offload them between microbatches too (True).
     A DDP bucket (40 million parameters, by default) is allocated, zeroed, when a backward first adds to one of its
     gradients, and freed when the next step zeroes them. So the peak falls where a step has one microbatch. With True
     each bucket is copied to pinned host memory after its backward in all microbatches but the last, and back before the

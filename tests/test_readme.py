@@ -39,6 +39,11 @@ def test_links_of_a_page_resolve(page):
     assert not gone
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_a_page_fit_into_a_window(page):
+    assert [line for line in text_of(page).splitlines() if len(line) > 140 and not line.startswith("|")] == []
+
+
 @pytest.fixture(scope="module")
 def description():
     """What a package index shows: README as the build's metadata has it."""

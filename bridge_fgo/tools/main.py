@@ -95,7 +95,10 @@ def print_recipe_table(
         list[str] | None, typer.Argument(metavar="[WORD]...", help="Only recipes whose names have each of these.")
     ] = None,
 ) -> None:
-    """Print which recipe, of this project's and of Bridge's, fits on which system, resident or with the offload."""
+    """Print which recipe fits on which system.
+
+    Of this project's and of Bridge's, resident and with the offload.
+    """
     try:
         typer.echo("\n".join(table.lines(words or ())))
     except ValueError as error:

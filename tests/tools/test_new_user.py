@@ -89,6 +89,7 @@ COMMANDS = [
      "'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo recipes list`", LIGHT),
     ("plan nowhere.py:mine", 2, "bridge-fgo plan: recipe 'nowhere.py:mine': there is no file 'nowhere.py'", LIGHT),
     ("plan mycfg.py", 2, "bridge-fgo plan: there is no recipe 'mycfg.py'. `bridge-fgo recipes list`", LIGHT),
+    ("plan nothere.log", 2, "bridge-fgo plan: there is no recipe and no file 'nothere.log'. `bridge-fgo", LIGHT),
     ("plan xyzzy", 2, "bridge-fgo plan: there is no recipe 'xyzzy'. `bridge-fgo recipes list`", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
     ("train nothere", 2, "bridge_fgo.recipes.train: recipe='nothere': there is no such recipe", LIGHT),

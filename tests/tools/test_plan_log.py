@@ -149,6 +149,9 @@ def test_what_a_log_does_not_say_or_contradicts_is_asked_for_in_one_line(tmp_pat
     assert done.exit_code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     done = CliRunner().invoke(app, ["plan", "tiny", "--job", JOB])
     assert done.exit_code == 2 and "tiny is no log" in done.stderr
+    (tmp_path / "empty").mkdir()
+    done = CliRunner().invoke(app, ["plan", str(tmp_path / "empty")])
+    assert done.exit_code == 2 and "empty: has no run_config.yaml and no log (*.log, *.out" in done.stderr
 
 
 def test_settings_of_a_saved_builders_model_are_advised_where_they_are(tmp_path):

@@ -133,9 +133,10 @@ def no_recipe(name: str) -> str:
     said = gpus_of(name)
     known = [one for one in (*RECIPES, *sorted(config_functions())) if said in (None, gpus_of(one))]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
+    what = "recipe" if name.isidentifier() or Path(name).exists() else "recipe and no file"
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return (
-        f"there is no recipe {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are Bridge's "
+        f"there is no {what} {name!r}{meant} `bridge-fgo recipes list` lists this project's; others are Bridge's "
         "config functions (of recipes and perf_recipes), module:function or path.py:function of your own, or the path "
         "of a run_config.yaml or a job's log"
     )

@@ -29,6 +29,8 @@ ERROR = re.compile(
     rf"allocated memory (?P<allocated>{SIZE}) is allocated by PyTorch,.*? and (?P<unallocated>{SIZE}) is reserved"
 )
 OTHER_ERROR = re.compile(r".*(?:out of memory|oom[-_ ]kill|can't allocate memory|ALLOC_FAILED).*", re.IGNORECASE)
+SUFFIXES = (".log", ".out", ".err", ".txt")
+"""Of the logs in a folder."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": 2**30}
 RANK = re.compile(r"\[rank(\d+)\]|^\s*(\d+): ")
 """How a line names its rank: PyTorch writes the first, `srun --label` the second (its tasks are the ranks)."""
@@ -156,12 +158,14 @@ def of_log(settings: Settings) -> tuple[Settings, Log | None]:
         raise ValueError(f"--check: {path} is the log of a job that did not fit; check what is advised for it")
     files = [path]
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".log", ".out", ".err", ".txt"))
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        if not files:
+            raise ValueError(f"{path}: has no run_config.yaml and no log (*{', *'.join(SUFFIXES)})")
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     errors = list(_errors(text))
     if not errors:
         other = OTHER_ERROR.search(text)
-        said = f"; it has {other[0].strip()[:200]!r}, which says not how much" if other else ""
+        said = f"; it has {other[0].strip()[:200]!r}, which does not say how much" if other else ""
         raise ValueError(f"{path}: has no error of PyTorch's, 'CUDA out of memory. Tried to allocate ...'{said}")
     first = errors[0]
     notes = []
