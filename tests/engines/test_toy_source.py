@@ -1,6 +1,7 @@
 """A source of a few lines is all that the native engine needs: a torch module trains bitwise equal, its state goes."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.state import Bundle, Home, State
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
 
 CONFIG = OffloadConfig(engine="native", piece_bytes=65536)
@@ -92,6 +94,19 @@ def test_where_the_step_is_not_divided_all_states_are_on_the_gpu_as_more_are_mad
     seen = []
     engine.make_states(engine.sources[0], lambda: seen.extend(slab.state for slab in engine.slabs))
     assert set(seen) == {SlabState.RESIDENT}
+
+
+def test_the_hosts_time_of_every_move_is_counted(monkeypatch):
+    _, _, engine = trained("cpu", 2)
+    engine.require_writable()
+    before, moved = engine.traffic.seconds, []
+    monkeypatch.setattr(time, "perf_counter", lambda: len(moved))
+    for name in ("copy_out", "release", "copy_in", "wait_in"):
+        move = getattr(Transfers, name)
+        monkeypatch.setattr(Transfers, name, lambda *of, move=move: (moved.append(move), move(*of))[1])
+    engine.offload_now()
+    engine.require_readable()
+    assert engine.traffic.seconds - before == pytest.approx(len(moved)) and len(moved) == 4 * len(engine.slabs)
 
 
 class BufferSource(TorchSource):

@@ -469,6 +469,14 @@ def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper,
     assert order == ["empty", "end_offload", "fill", "empty", "reload", "fill"]
 
 
+def test_the_seconds_of_a_part_are_of_all_that_is_done_for_it(sleeper, monkeypatch):
+    me = sleeper()
+    for name in ("start_offload", "end_offload"):
+        act = getattr(states.OptimizerStates, name)
+        monkeypatch.setattr(states.OptimizerStates, name, lambda of, act=act: (time.sleep(0.1), act(of))[1])
+    assert me.res.offload().seconds_by_part["optimizer"] >= 0.2
+
+
 def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper, monkeypatch):
     """The driver takes time to give it; the host waits for the copies when it has nothing else to do."""
     me, order = sleeper(), []
