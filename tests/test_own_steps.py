@@ -1,14 +1,17 @@
 """Optimizers with a step of their own: it runs once a step, with every state there, bitwise as resident."""
 
 import contextlib
+import copy
+from types import MethodType
 from unittest import mock
 
 import cpu_training
 import fused_adam
 import pytest
 import torch
-from both import OPTIMIZERS, both, steps
+from both import OPTIMIZERS, bits, both, steps
 from lanes import in_lanes
+from saving import load, save
 
 import bridge_fgo
 from bridge_fgo.config import MIB
@@ -162,3 +165,107 @@ def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_counts
 
     monkeypatch.setattr(torch.optim, "AdamW", OfTheSameStep)
     both(scheduled)
+
+
+def put_on_the_object(leaf, name, own, patch):
+    setattr(leaf, name, MethodType(own, leaf))
+
+
+def put_on_the_class(leaf, name, own, patch):
+    patch.setattr(type(leaf), name, own)
+
+
+def put_on_a_subclass(leaf, name, own, patch):
+    leaf.__class__ = type("Subclass", (type(leaf),), {name: own, "__module__": __name__})
+
+
+@pytest.mark.parametrize(
+    ("put", "optimizer"),
+    in_lanes(
+        [(put, kind) for put in (put_on_the_object, put_on_the_class, put_on_a_subclass) for kind in (None, "adam")],
+        [(put_on_the_object, None), (put_on_a_subclass, "adam")],
+    ),
+)
+def test_a_copy_to_the_weights_that_is_somebodys_own_runs_once_a_step_bitwise_as_resident(put, optimizer, capsys):
+    name = "_copy_main_params_to_model_params"
+
+    def copied(run):
+        leaf, masters = run.optimizer.chained_optimizers[0], []
+        upstreams = getattr(type(leaf), name)
+
+        def average_and_copy(leaf):
+            params = [param for group in leaf.optimizer.param_groups for param in group["params"]]
+            masters.append([param.sum() + torch.rand(()) for param in params])
+            upstreams(leaf)
+
+        with pytest.MonkeyPatch.context() as patch:
+            put(leaf, name, average_and_copy, patch)
+            return steps(run, 4), masters
+
+    (_, masters), _ = both(copied, **OPTIMIZERS.get(optimizer, {}))
+    assert len(masters) == 4
+    said = [line for line in capsys.readouterr().out.splitlines() if "is not divided" in line]
+    assert len(said) == 1 and "copy to the weights" in said[0] and "average_and_copy" in said[0]
+
+
+def halved(adam, state_dict):
+    halves = {
+        number: {name: value * 0.5 if value.dim() else value for name, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": halves}
+
+
+def halve_the_first(adam):
+    for values in adam.state.values():
+        values["exp_avg"].mul_(0.5)
+
+
+HOOKS = {
+    "state_dict": lambda adam: adam.register_state_dict_post_hook(halved),
+    "before_a_load": lambda adam: adam.register_load_state_dict_pre_hook(halved),
+    "after_a_load": lambda adam: adam.register_load_state_dict_post_hook(halve_the_first),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_on_the_state_dictionary_see_and_change_the_states_bitwise_as_resident(name):
+    def hooked(run):
+        seen = steps(run, 2)
+        HOOKS[name](run.optimizer.chained_optimizers[0].optimizer)
+        kept = copy.deepcopy(run.optimizer.state_dict())
+        seen += steps(run)
+        run.optimizer.load_state_dict(copy.deepcopy(kept))
+        return seen, kept, bits(run), steps(run, 2)
+
+    both(hooked, **OPTIMIZERS["adam"])
+
+
+class Remembers(WarmUp):
+    """Has the count of its steps saved, in its param groups, and loaded."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["calls"] = self.calls
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        self.calls = self.param_groups[0]["calls"]
+
+
+@pytest.mark.parametrize(
+    ("adam", "options"), [("te", {}), ("te", {"fsdp": "optim_grads_params"}), (None, OPTIMIZERS["adam"])]
+)
+def test_an_override_of_the_load_runs_bitwise_as_resident(adam, options, tmp_path):
+    def resumed(run):
+        leaf = getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0]
+        leaf.optimizer.__class__ = type("Subclass", (Remembers, type(leaf.optimizer)), {"__module__": __name__})
+        seen, folder = steps(run, 2), tmp_path / str(run.options.offload)
+        save(run, folder)
+        seen += steps(run, 2)
+        load(run, folder)
+        assert leaf.optimizer.calls == 2
+        return seen, bits(run), steps(run, 2)
+
+    both(resumed, adam=adam, **options)

@@ -40,7 +40,7 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.state import local
 from bridge_fgo.states.choice import leaves
-from bridge_fgo.states.distributed import load_groups
+from bridge_fgo.states.distributed import load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
 from bridge_fgo.states.shadowed import shadowed
 
@@ -230,7 +230,7 @@ def loads_states(call: Call) -> Any:
     load = adam.load_state_dict
 
     def load_what_differs(state_dict: dict[str, Any]) -> None:
-        if source.has_own(state_dict):
+        if source.has_own(state_dict) and not loads_its_own_way(adam):
             load_groups(adam, state_dict)
             return
         call.engine.require_writable(source)

@@ -29,7 +29,7 @@ from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
-from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups
+from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import is_fsdp
 from bridge_fgo.states.shadowed import shadowed
 
@@ -233,7 +233,18 @@ def loads_state_dict(call: Call) -> Any:
     """Have a state dictionary loaded without bringing states to the GPU."""
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.loads_states(call)
+    # mcore calls it in `sharded_state_dict` too, to make states.
+    if not call.is_checkpointing and loads_its_own_way(call.optimizer.optimizer):
+        return _loads_whole(call, masters=False)
     with call.engine.loading(call.source), _adam_kept_from_states(call):
+        result = call()
+    call.engine.states_replaced(call.source)
+    return result
+
+
+def _loads_whole(call: Call, masters: bool) -> Any:
+    """Have a state dictionary loaded as in a resident run, `masters` with it: the optimizer inside sees its states."""
+    with call.engine.overwriting_masters(call.source, every=masters):
         result = call()
     call.engine.states_replaced(call.source)
     return result
@@ -312,14 +323,16 @@ def hands_out_float16_states(call: Call) -> Any:
     with _handing_out(call), shadowed(inner, as_they_are(inner)):
         result = call()
         masters = {id(master) for master in chain(*groups)}
-        saved, handed = result["optimizer"]["state"], {}
-        for index, param in enumerate(_params(inner.param_groups)):
-            read = partial(_states, inner, param, id(param) in masters)
-            states = call.engine.hand_out(call.source, param, read)
-            if id(param) in masters:
-                handed[id(param)] = states.pop(MASTER)
-            if index in saved:  # a count of steps is not shared with what is trained on
-                saved[index] = {name: _own(value) for name, value in states.items()}
+        handed = {}  # by the `id` of a state
+        for param in _params(inner.param_groups):
+            states = _states(inner, param, id(param) in masters)
+            for name, value in call.engine.hand_out(call.source, param, partial(dict, states)).items():
+                handed[id(states[name])] = _own(value)  # a count of steps is not shared with what is trained on
+        # Not all by its name: a hook on the state dictionary, or an override, may have put something else there.
+        result["optimizer"]["state"] = {
+            index: {name: handed.get(id(value), value) for name, value in values.items()}
+            for index, values in result["optimizer"]["state"].items()
+        }
         result[MASTERS[0]] = [[handed[id(master)] for master in group] for group in groups]
     return result
 
@@ -356,6 +369,8 @@ def loads_float16_states(call: Call) -> Any:
     pairs = zip(groups, saved, strict=False)  # as mcore pairs them
     masters = {id(own): value for group, values in pairs for own, value in zip(group, values, strict=False)}
     is_whole = all(id(master) in masters for master in chain(*groups))
+    if loads_its_own_way(call.optimizer.optimizer):
+        return _loads_whole(call, masters=is_whole)
     with (
         call.engine.loading(call.source, masters=is_whole),
         shadowed(call.optimizer.optimizer, {"load_state_dict": partial(_load, call, masters)}),

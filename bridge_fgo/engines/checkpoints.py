@@ -215,13 +215,14 @@ class CheckpointingEngine(Engine):
     # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
 
     @contextmanager
-    def overwriting_masters(self, source: Source) -> Iterator[None]:
-        """Context for overwriting every master. Where it fails, and they were not right before, they are lost."""
+    def overwriting_masters(self, source: Source, every: bool = True) -> Iterator[None]:
+        """Context for overwriting `every` master. Where it fails, and they were not right before, they are lost."""
         self.masters.give_up(source)
         with self.masters.trusted(source):
             self.require_writable(source)
         yield
-        self.masters.overwritten(source)
+        if every:
+            self.masters.overwritten(source)
 
     def rewrite_masters(self, source: Source, copy: Callable[[], Any]) -> Any:
         """Call `copy`, which makes every master anew of the model's weights, part by part."""

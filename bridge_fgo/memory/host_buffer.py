@@ -201,7 +201,7 @@ def shared_storage(nbytes: int) -> torch.UntypedStorage:
 
 def tensor_of(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return the host tensor that a storage holds, of the shape and dtype of `like`."""
-    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def shared_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -136,7 +136,7 @@ class Snapshot:
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor in host memory of its own."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 class Loading(Snapshot):
@@ -174,7 +174,7 @@ class Loading(Snapshot):
             return value
         state, slab, offset = place
         if state.converts:
-            return torch.empty(value.shape, dtype=torch.float32)
+            return torch.empty(value.shape, dtype=torch.float32, device="cpu")
         return slab.host_view(value, offset) if _is_on_the_host(slab, value) else value
 
     def put(self, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write) -> None:

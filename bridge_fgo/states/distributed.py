@@ -16,8 +16,8 @@ import torch
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state import Bundle, State, WeightShard, local
-from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.states.masters import PLAIN, MasterCopy, take_first
+from bridge_fgo.states.inner_step import InnerStep, in_place_of
+from bridge_fgo.states.masters import COPY, PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam calls its moments
@@ -59,7 +59,11 @@ class McoreSource(MasterCopy, Source):
 
     @override
     def kept_whole_by(self) -> str:
-        return self._inner_step.kept_whole_by()
+        if why := self._inner_step.kept_whole_by():
+            return why
+        # Called once for each part it would count, average or draw random numbers otherwise.
+        copy = in_place_of(COPY, self.optimizer)
+        return f"a function in the place of its copy to the weights, {copy}" if copy else ""
 
     @contextmanager
     @override
@@ -154,6 +158,12 @@ def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[St
         # TE keeps the low 16 bits of a bf16 parameter's fp32 master alone (store_param_remainders).
         remainders = getattr(adam, "store_param_remainders", False) and param.dtype == torch.bfloat16
         yield state("master", MASTER, torch.int16 if remainders else dtypes[MASTER])
+
+
+def loads_its_own_way(adam: Any) -> bool:
+    """Return whether somebody else's code takes part in a load of the optimizer inside: a hook, or an override."""
+    hooks = [getattr(adam, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post")]
+    return any(hooks) or bool(in_place_of("load_state_dict", adam))
 
 
 def load_groups(adam: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -24,7 +24,10 @@ KNOWN = {
 }
 """Steps by module and name."""
 
-UPSTREAM = {"torch", "transformer_engine", "apex", "emerging_optimizers", "megatron.core"}
+UPSTREAM = {
+    "torch", "transformer_engine", "apex", "emerging_optimizers", "megatron.core", "megatron.bridge",
+    "megatron.training",
+}  # fmt: skip
 """Where the methods are that they call, and what wraps them: torch's hooks, its schedulers' counter, `no_grad`."""
 
 _DYNAMO = "torch._dynamo.eval_frame"
@@ -56,19 +59,35 @@ class KnownStep:
                 todo += sorted(called)
 
 
+def _is_upstream(module: str) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in UPSTREAM)
+
+
 def is_upstreams(function: Any) -> bool:
     """Return whether a function and all that wrap it are upstream's, by where their code is and not by their names."""
     while isinstance(function, FunctionType):
         module = function.__globals__["__name__"]
         if module == _DYNAMO and not hasattr(function, "_torchdynamo_disable"):
             return False  # it is compiled, for all parameters together
-        if not any(f"{module}.".startswith(f"{package}.") for package in UPSTREAM):
+        if not _is_upstream(module):
             return False
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is None:
             return True
         function = wrapped
     return False
+
+
+def in_place_of(name: str, owner: Any) -> str:
+    """Return the name of what somebody else has put in the place of a method of upstream's class; empty for none.
+
+    That is an override of a subclass, or a function in the place of an object's method or of the class's.
+    """
+    found = inspect.getattr_static(owner, name, None)
+    found = getattr(found, "__func__", found)
+    if found is None or is_upstreams(found) or not any(_is_upstream(cls.__module__) for cls in type(owner).__mro__):
+        return ""
+    return name_of(found)
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -15,6 +15,7 @@ from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.states.shadowed import shadowed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+COPY = "_copy_main_params_to_model_params"  # the method by which an optimizer of mcore's copies masters to weights
 
 Buffers = dict[int, Callable[[], torch.Tensor]]  # reads each weight buffer, one callable by the `id` of its bucket
 

@@ -128,6 +128,16 @@ def test_states_that_are_read_in_another_dtype_come_back_a_few_parts_at_a_time(m
     assert all(are_equal(moments(optimizer, param), before[id(param)]) for param in masters_of(optimizer))
 
 
+def test_what_is_saved_from_and_loaded_into_is_host_memory_whatever_the_default_device():
+    optimizer, engine, source, before = in_bf16()
+    param = masters_of(optimizer)[0]
+    with torch.device("meta"), engine.loading(source):
+        handed = engine.hand_out(source, param, lambda: dict(optimizer.optimizer.state[param]))
+        copies = [copied(before[id(param)][0]) for copied in (shared_copy, snapshot.host_copy)]
+    assert {value.device.type for value in handed.values()} == {"cpu"}
+    assert are_equal(copies, 2 * before[id(param)][:1])
+
+
 def test_parts_that_take_turns_in_a_save_come_back_once():
     optimizer, engine, source, _ = in_bf16()
     turns = [masters_of(optimizer)[number] for number in (0, 2, 4)]

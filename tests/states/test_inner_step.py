@@ -2,7 +2,7 @@
 
 import functools
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.optim.optimizer as every_optimizer
 from fused_adam import FusedAdam
 
 from bridge_fgo.states import inner_step
-from bridge_fgo.states.inner_step import InnerStep
+from bridge_fgo.states.inner_step import InnerStep, in_place_of
 
 
 class SkipsEmptyGroups(FusedAdam):
@@ -220,3 +220,19 @@ def test_arguments_that_parts_cannot_honour_are_refused(named):
     inner = InnerStep(adam)
     with inner.replaced(lambda: None, {}), pytest.raises(RuntimeError, match="arguments"):
         adam.step(closure=lambda: 1.0) if named else adam.step(lambda: 1.0)
+
+
+@pytest.mark.parametrize("module", ["megatron.bridge.training.optim", "megatron.training.optim", __name__])
+def test_what_is_in_the_place_of_a_method_is_somebody_elses_but_for_what_upstream_puts_there(module):
+    def load(adam, state_dict):
+        raise AssertionError
+
+    function = FunctionType(load.__code__, {"__name__": module})
+    _, adam = make(torch.optim.AdamW)
+    assert in_place_of("load_state_dict", adam) == ""
+    adam.load_state_dict = MethodType(function, adam)  # as Bridge does for the time of a load
+    assert bool(in_place_of("load_state_dict", adam)) == (module == __name__)
+    del adam.load_state_dict
+    adam.__class__ = type("Subclass", (torch.optim.AdamW,), {"load_state_dict": function})
+    assert bool(in_place_of("load_state_dict", adam)) == (module == __name__)
+    assert in_place_of("load_state_dict", SimpleNamespace(load_state_dict=function)) == "", "no class of upstream's"
