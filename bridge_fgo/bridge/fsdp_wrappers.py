@@ -227,10 +227,10 @@ def loads_states(call: Call) -> Any:
     """Have param groups loaded, and states only where they are not the optimizer's own, loaded where they are."""
     source, adam = call.source, call.optimizer.optimizer
     assert isinstance(source, FsdpSource)
-    load = adam.load_state_dict
+    load, is_somebodys = adam.load_state_dict, loads_its_own_way(adam)
 
     def load_what_differs(state_dict: dict[str, Any]) -> None:
-        if source.has_own(state_dict) and not loads_its_own_way(adam):
+        if source.has_own(state_dict) and not is_somebodys:
             load_groups(adam, state_dict)
             return
         call.engine.require_writable(source)
