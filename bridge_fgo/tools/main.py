@@ -97,7 +97,7 @@ def print_recipe_table(
 ) -> None:
     """Print which recipe fits on which system.
 
-    Of this project's and of Bridge's, resident and with the offload.
+    The table has the recipes of this project and of Bridge, resident and with the offload.
     """
     try:
         typer.echo("\n".join(table.lines(words or ())))

@@ -33,7 +33,7 @@ CALLS = {
     "record": (EVENT, lambda: driver.Event().record(0)),
     "wait": (EVENT, lambda: driver.Event().block(0)),
 }
-"""What is refused: which functions work, and a call of others."""
+"""By what the error says: the driver's functions that succeed, and a call that needs one that fails."""
 
 
 @pytest.mark.parametrize("what", CALLS)

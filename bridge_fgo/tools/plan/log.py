@@ -30,7 +30,7 @@ ERROR = re.compile(
 )
 OTHER_ERROR = re.compile(r".*(?:out of memory|oom[-_ ]kill|can't allocate memory|ALLOC_FAILED).*", re.IGNORECASE)
 SUFFIXES = (".log", ".out", ".err", ".txt")
-"""Of the logs in a folder."""
+"""How the names of the files end that are read as logs where a folder is given."""
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": MIB, "GiB": 2**30}
 RANK = re.compile(r"\[rank(\d+)\]|^\s*(\d+): ")
 """How a line names its rank: PyTorch writes the first, `srun --label` the second (its tasks are the ranks)."""
