@@ -31,7 +31,7 @@ METHODS = {
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
 PIECE_BYTES = 32 * 2**20
-"""Most bytes of saved tensors that one stream copies to the host before another has its turn.
+"""Most bytes of saved tensors, or of states and gradients beside them, that one stream copies before another's turn.
 
 Copies back stay whole: no `.item()` is behind them, backward waits for them, and states would go between pieces.
 """

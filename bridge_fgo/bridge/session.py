@@ -334,6 +334,9 @@ class Session:
         """Add the waits that mcore's activation offload lacks; say so, or which of its methods are missing."""
         activation_offload.add_waits(self.figures.snapshot().pinned_bytes)
         if self._offloads_activations:
+            for each in (self.engine, self.gradients):
+                if isinstance(each, NativeEngine | Gradients):
+                    each.transfers.limit_pieces(activation_offload.PIECE_BYTES)
             missing = ", ".join(activation_offload.missing_methods())
             say(
                 f"model.{activation_offload.ON}=True: "

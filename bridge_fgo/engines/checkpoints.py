@@ -31,7 +31,7 @@ class CheckpointingEngine(Engine):
 
     masters: PackedMasters
     schedule: Schedule
-    _transfers: Transfers
+    transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
     _pins: bool  # whether host memory is page-locked
     host_room: float  # bytes of host memory that it, and a Residency of its states, may take yet
@@ -83,7 +83,7 @@ class CheckpointingEngine(Engine):
         """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
         lends = copies and self._lends and self._has_spares(source)
         owners = self._offloaded[source].owners
-        snapshot = self._snapshots[source] = Snapshot(owners, self._transfers, copies, self._has_worker, lends)
+        snapshot = self._snapshots[source] = Snapshot(owners, self.transfers, copies, self._has_worker, lends)
         whole = self.masters.copied_whole() if lends else nullcontext()
         try:
             with self.masters.verified(source), whole, snapshot.taken():
@@ -103,7 +103,7 @@ class CheckpointingEngine(Engine):
             self._lends = False
             self.warn(f"{COPIES}: the limit of host memory has no room for a second buffer of each")
         if self._lends:
-            self._transfers.finish_out()
+            self.transfers.finish_out()
             for some in batched(slabs, PINNING_THREADS):  # so that few slabs have two buffers meanwhile
                 for slab, buffer in zip(some, self._shared_hosts(some) if self._lends else (), strict=False):
                     slab.share_host(buffer)
@@ -151,9 +151,9 @@ class CheckpointingEngine(Engine):
             self.traffic.touches.may_write()
             self.masters.give_up(source)
             with self.masters.trusted(source), self.masters.copied_whole():
-                with self._transfers.computing():  # whose memory slabs are
+                with self.transfers.computing():  # whose memory slabs are
                     self._send_whole(source, everything)
-                loading = self._snapshots[source] = Loading(self._offloaded[source].owners, self._transfers)
+                loading = self._snapshots[source] = Loading(self._offloaded[source].owners, self.transfers)
                 try:
                     with loading.taken():
                         yield
@@ -209,7 +209,7 @@ class CheckpointingEngine(Engine):
         """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
         for slab in self._offloaded[source].slabs:
             if slab.state is SlabState.RESIDENT:
-                self._transfers.wait_out(slab)
+                self.transfers.wait_out(slab)
                 slab.drop_if_left()
 
     # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
@@ -270,7 +270,7 @@ class CheckpointingEngine(Engine):
         States that were away, or that `act` has made, leave before the next part comes. With `masters_only` only
         masters come. Where `act` writes, the host's copies are stale after it.
         """
-        with self._transfers.computing():  # whose memory slabs are
+        with self.transfers.computing():  # whose memory slabs are
             for part in self._offloaded[source].parts:
                 slabs = [slab for slab in part.slabs if slab.written_back or not masters_only]
                 leaving = [slab for slab in slabs if slab.state is SlabState.RELEASED or not slab.exists()]

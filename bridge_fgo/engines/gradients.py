@@ -79,7 +79,7 @@ class Gradients:
                     )
         self.traffic = Traffic()
         self.interrupted = False  # whether an error has ended the newest pass
-        self._transfers = transfers
+        self.transfers = transfers
         self._guard = Guard(self._whole_is_used)
         self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}  # mcore's, by `id`, with their buckets
         self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
@@ -114,7 +114,7 @@ class Gradients:
                 )
                 for param in bucket.params_list
             ]
-            mine.append(GradientBucket(bucket.grad_data, views, params, self._transfers, self.needed, self.traffic))
+            mine.append(GradientBucket(bucket.grad_data, views, params, self.transfers, self.needed, self.traffic))
             self._bucket_of[id(bucket)] = mine[-1]
         self._buffers[id(buffer)] = buffer, mine
         vars(buffer)[MANAGED] = self
@@ -156,9 +156,9 @@ class Gradients:
         """Begin a pass on the current stream, before its gradients are zeroed."""
         if self.interrupted:
             # Race: nobody has waited for a reduction that was under way, and memory is freed.
-            self._transfers.finish_all()
+            self.transfers.finish_all()
         self.interrupted = False
-        self._transfers.begin_pass()
+        self.transfers.begin_pass()
 
     def stay(self, room: int) -> tuple[int, int]:
         """Have the buckets that fit into `room` bytes leave no more; return their bytes, and those of the others."""
@@ -227,7 +227,7 @@ class Gradients:
         """Pass a point: a layer begins its forward, or has ended its backward."""
         if not self._moving:
             return
-        with self._transfers.on_compute_stream():
+        with self.transfers.on_compute_stream():
             if mark.layer < 0:
                 self._send_off([bucket for bucket in self._in_use if not self._group_of[bucket].is_last_microbatch])
                 self._release(MOST_LEAVING)
@@ -263,7 +263,7 @@ class Gradients:
         while self._leaving:
             bucket = self._leaving[0]
             if bucket.state is BucketState.OFFLOADING:
-                if len(self._leaving) <= most and not self._transfers.has_left(bucket):
+                if len(self._leaving) <= most and not self.transfers.has_left(bucket):
                     return
                 bucket.release()
             self._leaving.popleft()
@@ -276,9 +276,9 @@ class Gradients:
         TimeoutError where work on the GPU does not end, as a reduction that another rank has left: all stay then.
         """
         # Race: nobody may have waited for a reduction that is under way, nor, after an error, for who adds.
-        wait_for_a_while(self._transfers.finish_all)
+        wait_for_a_while(self.transfers.finish_all)
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
-        with self._transfers.computing(), torch.no_grad():
+        with self.transfers.computing(), torch.no_grad():
             for buffer, mine in list(self._buffers.values()):
                 self._give_back(buffer, mine)
         for group in self._group_of.values():

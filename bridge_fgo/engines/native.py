@@ -59,7 +59,7 @@ class NativeEngine(CheckpointingEngine):
         self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
         self.config = config
         device = sources[0].device if sources else torch.device("cpu")
-        self._transfers = transfers = transfers or make_transfers(device, config)
+        self.transfers = transfers = transfers or make_transfers(device, config)
         self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None

@@ -210,7 +210,7 @@ def an_end_on_the_callers_stream(patch):
 
     def closes(gradients):
         with pytest.MonkeyPatch.context() as inside:
-            inside.setattr(gradients._transfers, "computing", nullcontext)
+            inside.setattr(gradients.transfers, "computing", nullcontext)
             close(gradients)
 
     patch.setattr(Gradients, "close", closes)

@@ -13,7 +13,9 @@ from saving import assert_same_shards, load, newest, save
 
 import bridge_fgo
 from bridge_fgo.bridge import session
+from bridge_fgo.bridge.activation_offload import PIECE_BYTES
 from bridge_fgo.engines.gradients import AHEAD, MANAGED, Gradients, gradients_of
+from bridge_fgo.memory.transfers import Transfers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -85,6 +87,16 @@ def test_each_microbatch_but_the_last_has_every_byte_that_moves_leave_and_return
         assert stats.gradient_bytes == gradients.nbytes >= gradients.moving_bytes > 0
         assert stats.gradient_bytes_offloaded == stats.gradient_bytes_reloaded == 2 * gradients.moving_bytes
         assert gradients.traffic.seconds > 0
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_pieces_of_states_and_gradients_are_short_where_mcore_offloads_activations(monkeypatch, offloads):
+    limits = []
+    monkeypatch.setattr(session.Session, "_offloads_activations", offloads)
+    monkeypatch.setattr(Transfers, "limit_pieces", lambda self, piece_bytes: limits.append(piece_bytes))
+    with training(True, OFF, **BUCKETS) as run:
+        run.step()
+    assert limits == [PIECE_BYTES, PIECE_BYTES] * offloads
 
 
 # Memory.

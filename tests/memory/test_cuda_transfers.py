@@ -177,8 +177,14 @@ def test_streams_take_turns_after_at_most_a_piece_of_copies_that_are_cut_without
         lane.copy(0, 0, nbytes, Event())
     assert handles == [("a", 100), ("b", 100), ("a", 50), ("a", 50), ("b", 30), ("b", 20), ("b", 1), ("a", 100)]
     slab = slab_at(1000, 5000, 250)
-    CudaTransfers(CPU, 100).copy_out(slab)
+    transfers = CudaTransfers(CPU, 100)
+    transfers.copy_out(slab)
     assert mocked == [(1000, 5000, 100), (1100, 5100, 100), (1200, 5200, 50)]
+    for limit, pieces in ((200, [100, 100, 50]), (125, [100, 100, 50]), (90, [90, 90, 70])):
+        mocked.clear()
+        transfers.limit_pieces(limit)
+        transfers.copy_in(slab)
+        assert [nbytes for *_, nbytes in mocked] == pieces
 
 
 class LoggingLane(Lane):
