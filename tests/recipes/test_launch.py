@@ -258,7 +258,7 @@ def train_tiny_here(home, *settings):
 
 @pytest.mark.slow
 def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
-    done = train_tiny_here(tmp_path, "overrides=train.train_iters=2")
+    done = train_tiny_here(tmp_path, "overrides=train.train_iters=2 train.global_batch_size=2")
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.rglob("train/0/stdout.log")
     assert "iteration        2/       2 |" in log.read_text()

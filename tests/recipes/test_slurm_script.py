@@ -310,7 +310,7 @@ def submit(slurm, tmp_path):
 
 @needs_slurm
 def test_tiny_trains_by_sbatch(submit, slurm):
-    job, printed = submit("train.train_iters=3", CHECKPOINTS="", PREFLIGHT=None)
+    job, printed = submit("train.train_iters=3", "train.global_batch_size=2", CHECKPOINTS="", PREFLIGHT=None)
     wait_for_job(job, slurm)
     text = printed.read_text()
     assert (
@@ -346,7 +346,7 @@ def launch(slurm, tmp_path):
 
 @needs_slurm
 def test_tiny_trains_by_nemo_run(launch):
-    assert "iteration        3/       3 |" in launch("tiny", "overrides=train.train_iters=3")
+    assert "iteration        3/       3 |" in launch("tiny", "overrides=train.train_iters=3 train.global_batch_size=2")
 
 
 TRAINER = """\
