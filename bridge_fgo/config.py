@@ -92,9 +92,9 @@ class OffloadConfig:
     groups of its size, parts are copied in such groups, which saves host time."""
 
     piece_bytes: int = 64 * MIB
-    """Largest single copy between host and GPU, in bytes; with `model.fine_grained_activation_offloading` 32 MiB at
-    most. A copy that the training loop makes waits for at most two of them: on an H200 2.4 ms with 64 MiB, 1.2 ms with
-    32 MiB. Larger copies cost less host time."""
+    """Largest single copy between host and GPU, in bytes. With `model.fine_grained_activation_offloading` it is 32 MiB
+    at most. A copy that the training loop makes waits for at most two of them: on an H200 2.4 ms with 64 MiB, 1.2 ms
+    with 32 MiB. Larger copies cost less host time."""
 
     pin_memory: bool = True
     """Page-lock the host buffers: only copies from and to pinned memory overlap computation."""

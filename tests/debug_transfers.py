@@ -59,6 +59,8 @@ class DebugTransfers(Transfers):
         self.back_to_back, self.yielding = transfers.back_to_back, transfers.yielding
         self.join, self.wait_for = transfers.join, transfers.wait_for
         self.finish_in, self.finish_all = transfers.finish_in, transfers.finish_all
+        self.limit_pieces, self.forget = transfers.limit_pieces, transfers.forget
+        self.await_released = transfers.await_released
         self._random = random.Random(seed)
         # slabs whose copy out, or in, is put off; and whose host buffer nobody may read and is not poisoned yet
         self._late_out, self._late_in, self._stale = (weakref.WeakSet[Movable]() for _ in range(3))
@@ -129,14 +131,6 @@ class DebugTransfers(Transfers):
             self._catch_up_out(slab)
         self._transfers.finish_out()
         self._poison_stale()
-
-    @override
-    def forget(self, host_address: int) -> None:
-        self._transfers.forget(host_address)
-
-    @override
-    def await_released(self) -> None:
-        self._transfers.await_released()
 
     @override
     def has_landed(self, slab: Movable) -> bool:

@@ -31,9 +31,9 @@ METHODS = {
 READS = "_bridge_fgo_reads"
 """Attribute of a pool: for each of its free buffers, by `id`, the event of its newest copy to the GPU."""
 PIECE_BYTES = 32 * 2**20
-"""Most bytes of saved tensors, or of states and gradients beside them, that one stream copies before another's turn.
+"""Most bytes that one stream copies before another's turn: of saved tensors, and of states and gradients beside them.
 
-Copies back stay whole: no `.item()` is behind them, backward waits for them, and states would go between pieces.
+Copies of saved tensors back stay whole: no `.item()` waits for them, but backward does, and states would pass pieces.
 """
 CHECKED = "_bridge_fgo_checked"
 """Attribute of a layer's state in Transformer Engine: how many blocks of host memory were there for it, by size."""

@@ -57,6 +57,11 @@ def test_memory_that_is_given_back_before_its_copy_out_is_an_error(monkeypatch):
         bits_are_right()
 
 
+def test_each_verb_is_its_own_or_is_handed_on():
+    own = {"timing"} | vars(DebugTransfers).keys() | vars(DebugTransfers(Transfers(), 1)).keys()
+    assert not {name for name in vars(Transfers) if not name.startswith("_")} - own
+
+
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_what_may_not_be_read_is_poison(monkeypatch, seed):
     monkeypatch.setenv(VARIABLE, seed)

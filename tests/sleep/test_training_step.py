@@ -15,6 +15,7 @@ from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.sleep.states import STATES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
@@ -139,7 +140,9 @@ def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradient
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks_and_is_told_so(monkeypatch, capsys):
+def test_a_loop_of_ones_own_has_short_pieces_and_the_waits_that_activation_offload_lacks(monkeypatch, capsys):
+    limits = []
+    monkeypatch.setattr(Transfers, "limit_pieces", lambda self, piece_bytes: limits.append(piece_bytes))
     monkeypatch.setattr(activation_offload, "_are_added", False)
     with CpuTraining(options()) as training:
         res = residency(training)
@@ -147,11 +150,12 @@ def test_a_loop_of_ones_own_has_the_waits_that_activation_offload_lacks_and_is_t
             residency(training, config=bridge_fgo.OffloadConfig(activation_waits=True))
         assert not activation_offload._are_added
         with res.training_step():
-            assert activation_offload._are_added
+            assert activation_offload._are_added and not limits
         states, offloads = res._states, SimpleNamespace(fine_grained_activation_offloading=True)
         assert states.meter.of_intervals == ALLOCATED
         Session(None, offloads, replace(WHOLE, gpu_memory_budget_gib="auto"), owner=states)
         assert states.meter.of_intervals == ACTIVE, "what is copied out has its memory still"
+        assert limits == [activation_offload.PIECE_BYTES]
         assert "the waits that mcore's copies of activations lack are added" in capsys.readouterr().out
 
 
