@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import pkgutil
 from types import MethodType
 from unittest import mock
 
@@ -51,12 +53,13 @@ class TrustRatio:
 
 
 MUON = OPTIMIZERS["muon"]
+FSDP = {"fsdp": "optim_grads_params"}
 CASES = {
     "a_fused_adam_that_counts_its_calls": (WarmUp, "FusedAdam", {}),
     "a_fused_adam_that_looks_at_all_gradients": (TrustRatio, "FusedAdam", {}),
     "torchs_adamw_that_counts_its_calls": (WarmUp, "AdamW", {"experts": True}),
     "torchs_adamw_that_is_not_distributed": (TrustRatio, "AdamW", {"distributed": False}),
-    "torchs_adamw_under_megatron_fsdp": (TrustRatio, "AdamW", {"fsdp": "optim_grads_params"}),
+    "torchs_adamw_under_megatron_fsdp": (TrustRatio, "AdamW", FSDP),
     "muon_that_counts_its_calls": (WarmUp, "Muon", MUON),
 }
 
@@ -167,6 +170,10 @@ def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_counts
     both(scheduled)
 
 
+def leaf_of(run):
+    return getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0]
+
+
 def put_on_the_object(leaf, name, own, patch):
     setattr(leaf, name, MethodType(own, leaf))
 
@@ -182,30 +189,77 @@ def put_on_a_subclass(leaf, name, own, patch):
 @pytest.mark.parametrize(
     ("put", "optimizer"),
     in_lanes(
-        [(put, kind) for put in (put_on_the_object, put_on_the_class, put_on_a_subclass) for kind in (None, "adam")],
-        [(put_on_the_object, None), (put_on_a_subclass, "adam")],
+        [
+            (put, kind)
+            for put in (put_on_the_object, put_on_the_class, put_on_a_subclass)
+            for kind in (None, "adam", "fsdp")
+        ],
+        [(put_on_the_object, None), (put_on_a_subclass, "adam"), (put_on_the_object, "fsdp")],
     ),
 )
 def test_a_copy_to_the_weights_that_is_somebodys_own_runs_once_a_step_bitwise_as_resident(put, optimizer, capsys):
-    name = "_copy_main_params_to_model_params"
-
     def copied(run):
-        leaf, masters = run.optimizer.chained_optimizers[0], []
-        upstreams = getattr(type(leaf), name)
+        leaf, masters = leaf_of(run), []
+        owner, name = leaf, "_copy_main_params_to_model_params"
+        if optimizer == "fsdp":
+            owner, name = leaf.model_chunks[0].param_and_grad_buffer, "copy_main_weights_to_model_weights"
+        upstreams = getattr(type(owner), name)
 
-        def average_and_copy(leaf):
+        def average_and_copy(owner):
             params = [param for group in leaf.optimizer.param_groups for param in group["params"]]
-            masters.append([param.sum() + torch.rand(()) for param in params])
-            upstreams(leaf)
+            masters.append([getattr(param, "_local_tensor", param).sum() + torch.rand(()) for param in params])
+            upstreams(owner)
 
         with pytest.MonkeyPatch.context() as patch:
-            put(leaf, name, average_and_copy, patch)
+            put(owner, name, average_and_copy, patch)
             return steps(run, 4), masters
 
-    (_, masters), _ = both(copied, **OPTIMIZERS.get(optimizer, {}))
+    (_, masters), _ = both(copied, **OPTIMIZERS.get(optimizer, FSDP if optimizer == "fsdp" else {}))
     assert len(masters) == 4
     said = [line for line in capsys.readouterr().out.splitlines() if "is not divided" in line]
     assert len(said) == 1 and "copy to the weights" in said[0] and "average_and_copy" in said[0]
+
+
+OPTIMIZER = "megatron.core.optimizer."
+FSDPS = "megatron.core.distributed.fsdp.src.megatron_fsdp."
+REPLACED = {
+    f"{OPTIMIZER}distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups": {},
+    f"{OPTIMIZER}distrib_optimizer.DistributedOptimizer._copy_model_params_to_main_params": {},
+    f"{OPTIMIZER}optimizer.Float16OptimizerWithFloat16Params._copy_model_params_to_main_params": OPTIMIZERS["adam"],
+    f"{OPTIMIZER}distrib_optimizer.DistributedOptimizer._init_optimizer_states_with_dummy_values": FSDP,
+    f"{FSDPS}megatron_fsdp.MegatronFSDP.install_optimized_model_weights": FSDP,
+    f"{FSDPS}param_and_grad_buffer.ParamAndGradBuffer.copy_main_weights_to_model_weights": FSDP,
+}
+"""Methods that the package calls part by part where they are upstream's, by training."""
+
+
+@pytest.mark.parametrize("path", REPLACED)
+def test_what_stood_in_upstreams_place_before_the_package_came_runs_as_often_as_resident(path, monkeypatch, tmp_path):
+    owner, _, name = path.rpartition(".")
+    cls, calls = pkgutil.resolve_name(owner), []
+    before = vars(cls)[name]
+    upstreams = getattr(before, "__func__", before)
+
+    @functools.wraps(upstreams)
+    def own(*args, **kwargs):
+        calls.append(torch.rand(()))
+        return upstreams(*args, **kwargs)
+
+    monkeypatch.setattr(cls, name, classmethod(own) if isinstance(before, classmethod) else own)
+
+    def trained(run):
+        seen, folder = steps(run, 2), tmp_path / str(run.options.offload)
+        if run.options.fsdp is None:
+            run.optimizer.reload_model_params()
+        else:
+            save(run, folder)
+            load(run, folder)
+        seen += steps(run, 2)
+        called, calls[:] = list(calls), []
+        assert called
+        return seen, called
+
+    both(trained, **REPLACED[path])
 
 
 def halved(adam, state_dict):
@@ -254,12 +308,10 @@ class Remembers(WarmUp):
         self.calls = self.param_groups[0]["calls"]
 
 
-@pytest.mark.parametrize(
-    ("adam", "options"), [("te", {}), ("te", {"fsdp": "optim_grads_params"}), (None, OPTIMIZERS["adam"])]
-)
+@pytest.mark.parametrize(("adam", "options"), [("te", {}), ("te", FSDP), (None, OPTIMIZERS["adam"])])
 def test_an_override_of_the_load_runs_bitwise_as_resident(adam, options, tmp_path):
     def resumed(run):
-        leaf = getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0]
+        leaf = leaf_of(run)
         leaf.optimizer.__class__ = type("Subclass", (Remembers, type(leaf.optimizer)), {"__module__": __name__})
         seen, folder = steps(run, 2), tmp_path / str(run.options.offload)
         save(run, folder)

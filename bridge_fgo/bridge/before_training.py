@@ -15,6 +15,7 @@ from bridge_fgo.bridge.refusals import refuse_config, refuse_optimizer_config
 from bridge_fgo.bridge.session import attach, model_config_of
 from bridge_fgo.bridge.settings import caller, idle_settings, settings_of, write_settings
 from bridge_fgo.engines.ranks import on_every_rank
+from bridge_fgo.states.inner_step import is_upstreams
 from bridge_fgo.states.masters import build_groups, masters_made_late, whole_masters_made_late
 from bridge_fgo.states.shadowed import shadowed
 
@@ -90,6 +91,8 @@ GROUPS = "opt_group_ranges"  # the parameter with mcore's param groups
 
 def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
+    if not is_upstreams(wrapped):  # somebody's own sees all parameters, once
+        return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
 
     def build(groups: list[Any]) -> Any:

@@ -17,10 +17,11 @@ without the bytes:
 4. Transformer Engine's `load_state_dict` makes each moment anew, beside the loaded ones. It gets the param groups alone
    (`loads_states`).
 
-All states are on the GPU, as without offload, where the Adam's step cannot be divided (`Source.kept_whole_by`), in the
-first of these steps, and where moments are in fp16, in the last: Transformer Engine scales them anew. All masters are
-there, and no moments, in the third step where weights are in FP8, whose copy is one collective, and where the layout of
-gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU.
+All states are on the GPU, as without offload, where the optimizer's step cannot be divided (`Source.kept_whole_by`), in
+the first of these steps, and where moments are in fp16, in the last: Transformer Engine scales them anew. All masters
+are there, and no moments, in the third step where weights are in FP8, whose copy is one collective, where the step
+cannot be divided, and where the layout of gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the
+GPU. So it is with what somebody has put in the place of the methods of the first and third step: it runs once.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from bridge_fgo.memory.state import local
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
+from bridge_fgo.states.inner_step import is_upstreams
 from bridge_fgo.states.shadowed import shadowed
 
 CLOSURES = ("__create_chunk_list__", "__create_write_items__")
@@ -204,6 +206,9 @@ def makes_states(call: Call) -> Any:
     """Have the moments made part by part."""
     if not is_fsdp(call.optimizer):
         return call()
+    if not is_upstreams(call.wrapped):
+        call.engine.require_writable(call.source)
+        return call()
     call.engine.make_states(call.source, call)
     return None
 
@@ -247,6 +252,9 @@ def rewrites_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     for engine, source in _attachments():
         # It has one optimizer, for dense parameters and experts alike.
         if any(getattr(chunk, BUFFER) is buffer for chunk in source.optimizer.model_chunks):
+            if not is_upstreams(wrapped):
+                engine.require_readable(source, masters_only=True)
+                break
             return engine.rewrite_weights(source, lambda: wrapped(*args, **kwargs))
     return wrapped(*args, **kwargs)
 

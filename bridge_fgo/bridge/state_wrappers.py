@@ -31,6 +31,7 @@ from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.sleep import upstream
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import is_fsdp
+from bridge_fgo.states.inner_step import is_upstreams
 from bridge_fgo.states.shadowed import shadowed
 
 # The optimizer step.
@@ -145,7 +146,10 @@ checkpoint's dictionary; one result does for all parts."""
 
 @served
 def rewrites_masters(call: Call) -> Any:
-    """Have every master made anew of the weights, part by part."""
+    """Have every master made anew of the weights, part by part, by upstream's function; somebody's own runs once."""
+    if not is_upstreams(call.wrapped):
+        with call.engine.overwriting_masters(call.source):
+            return call()
     search: Any = getattr(call.optimizer, SEARCH, None)
     found: list[Any] = []
 

@@ -62,8 +62,12 @@ class McoreSource(MasterCopy, Source):
         if why := self._inner_step.kept_whole_by():
             return why
         # Called once for each part it would count, average or draw random numbers otherwise.
-        copy = in_place_of(COPY, self.optimizer)
+        copy = next(filter(None, (in_place_of(name, owner) for owner, name in self._copies())), "")
         return f"a function in the place of its copy to the weights, {copy}" if copy else ""
+
+    def _copies(self) -> Iterator[tuple[Any, str]]:
+        """Yield the methods that copy masters to weights, each as its owner and its name."""
+        yield self.optimizer, COPY
 
     @contextmanager
     @override

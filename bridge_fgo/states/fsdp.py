@@ -62,6 +62,13 @@ class FsdpSource(McoreSource):
         return not any(group.dtype == "float8" for group in parameter_groups(self.optimizer))
 
     @override
+    def _copies(self) -> Iterator[tuple[Any, str]]:
+        yield from super()._copies()
+        yield from (
+            (getattr(chunk, BUFFER), "copy_main_weights_to_model_weights") for chunk in self.optimizer.model_chunks
+        )
+
+    @override
     def rounded_weights(self, dtypes: Any = ()) -> dict[int, WeightShard]:
         """Return nothing: masters are copied whole."""
         return {}

@@ -65,6 +65,7 @@ def _is_upstream(module: str) -> bool:
 
 def is_upstreams(function: Any) -> bool:
     """Return whether a function and all that wrap it are upstream's, by where their code is and not by their names."""
+    function = getattr(function, "__func__", function)  # of a method
     while isinstance(function, FunctionType):
         module = function.__globals__["__name__"]
         if module == _DYNAMO and not hasattr(function, "_torchdynamo_disable"):
@@ -84,7 +85,6 @@ def in_place_of(name: str, owner: Any) -> str:
     That is an override of a subclass, or a function in the place of an object's method or of the class's.
     """
     found = inspect.getattr_static(owner, name, None)
-    found = getattr(found, "__func__", found)
     if found is None or is_upstreams(found) or not any(_is_upstream(cls.__module__) for cls in type(owner).__mro__):
         return ""
     return name_of(found)
