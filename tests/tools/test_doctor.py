@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -19,7 +20,7 @@ from bridge_fgo.tools.job import answers, target
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.job import sections_of
-from bridge_fgo.tools.job.parallel import parallel_of
+from bridge_fgo.tools.job.parallel import SIZES, parallel_of
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import command as plan_command
 from bridge_fgo.tools.plan import report
@@ -143,6 +144,10 @@ GRADIENTS = {"optimizer__offload": {"gradients": True}, "ddp__overlap_grad_reduc
         *(
             ("plan doctor", {"model__context_parallel_size": size}, "", "model.context_parallel_size=")
             for size in (0, None, -2, 1.5)
+        ),
+        *(
+            ("plan doctor", {name.replace(".", "__"): size}, "", f"{name}={size!r}: use a whole number of at least 1")
+            for name, size in zip(SIZES, itertools.cycle((0, -2)))
         ),
         ("plan", {"optimizer__optimizer": "sgd"}, "", "optimizer.optimizer='sgd': the plan knows"),
         ("plan", FSDP | {"optimizer__optimizer": "muon"}, "",

@@ -6,6 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from bridge_fgo.bridge.compat import as_named_in
+
+SIZES = (
+    "train.micro_batch_size", "train.global_batch_size", "model.seq_length",
+    "model.virtual_pipeline_model_parallel_size", "ddp.num_distributed_optimizer_instances",
+)  # fmt: skip
+"""Sizes that may be left out, beside those of the ranks that share a model."""
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -54,19 +62,26 @@ class Parallel:
 
 
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
-    """Return the parallelism of a config on `gpus` ranks; None: the fewest, as data parallelism fills what there is."""
+    """Return the parallelism of a config on `gpus` ranks; None: the fewest, as data parallelism fills what there is.
+
+    ValueError for a size that is none, also of those that others are divided by (`SIZES`).
+    """
 
     def size(name: str, default: int | None = None) -> int:
-        value = getattr(config.model, f"{name}_parallel_size", None)
+        section, _, field = name.partition(".")
+        value = getattr(getattr(config, section, None), field, None)
         value = default if value is None else value
         if type(value) is not int or value < 1:
-            raise ValueError(f"model.{name}_parallel_size={value!r}: use a number of ranks of at least 1")
+            raise ValueError(as_named_in(config.model, f"{name}={value!r}: use a whole number of at least 1"))
         return value
 
-    tensor, context, pipeline = size("tensor_model"), size("context"), size("pipeline_model")
+    def ranks(name: str, default: int | None = None) -> int:
+        return size(f"model.{name}_parallel_size", default)
+
+    tensor, context, pipeline = ranks("tensor_model"), ranks("context"), ranks("pipeline_model")
     expert = expert_tensor = 1
     if getattr(config.model, "num_moe_experts", None) is not None:
-        expert, expert_tensor = size("expert_model"), size("expert_tensor", default=tensor)
+        expert, expert_tensor = ranks("expert_model"), ranks("expert_tensor", default=tensor)
     fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
-    instances = getattr(config.ddp, "num_distributed_optimizer_instances", 1)
+    *_, instances = (size(name, default=1) for name in SIZES)
     return Parallel(gpus or fewest, tensor, pipeline, context, expert, expert_tensor, instances)
