@@ -34,7 +34,7 @@ from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.answers import ask_builder, kept_installation
 from bridge_fgo.tools.job.job import Job, read_job
-from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate
+from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_upstreams
 from bridge_fgo.tools.settings import DoctorSettings
 from bridge_fgo.tools.show import readable_bytes
@@ -266,6 +266,7 @@ def _examine_memory(
     }
     if job.gpus_note:
         findings.notes.append(job.gpus_note)
+    findings.notes += notes_on_pinned(job, estimate.stages)
     findings.refuse(budget_refusals(job, estimate.stages, job.offload), job.flag)
     if not job.flag:
         return 0

@@ -257,6 +257,26 @@ def test_the_memory_that_is_pinned_is_of_all_that_may_leave(config, four_gpus):
     assert len(pinned) == 1 and 0 not in pinned
 
 
+@of_both
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (OFFLOADS_HALF, "and pins bytes that are not known (activations are not counted with model.fine_grained_"),
+        (
+            {"model__moe_paged_stash": True, "model__moe_paged_stash_buffer_size_factor_cpu": -0.8},
+            "model.moe_paged_stash_buffer_size_factor_cpu=-0.8: mcore pins host memory for activations of experts in "
+            "its second iteration, not counted here",
+        ),
+        ({"model__moe_paged_stash": True, "model__moe_paged_stash_buffer_size_factor_cpu": 0.0}, ""),
+        ({"model__moe_paged_stash_buffer_size_factor_cpu": 1.0}, ""),
+    ],
+)
+def test_host_memory_that_others_pin_and_is_not_counted_is_named(config, name, flag, changes, said):
+    _, found = told(name, config(optimizer__offload_optimizer_states=flag, **changes))
+    assert [said in note for note in found["notes"] if " pins " in note] == [True] * bool(said)
+
+
 # --- this machine's memory ---
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bridge_fgo.bridge.compat import as_named_in
 from bridge_fgo.bridge.refusals import is_layer_wise, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.gradients import AHEAD, LARGEST_SHARE, MOST_LEAVING
@@ -392,14 +393,7 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
     elif getattr(config.model, "num_moe_experts", None):
         tried = "" if job.parallel.expert == 1 else f", no dispatcher's buffers; of experts on several ranks {UNTRIED}"
         yield f"activations: tokens spread evenly over experts{tried}"
-    if offload_modules(config.model) or offloaded_layers(config.model):
-        figure = f"{max(stage.copies for stage in stages) / 1e9:.2f} GB a rank"
-        if uncounted(config) or any(pinned_bytes(job, stage.stage) is None for stage in stages):
-            figure = f"bytes that are not known ({not_counted(config)})"
-        who, when = "mcore", "in its first iteration"
-        if offloaded_layers(config.model):
-            who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
-        yield f"activations: {who} offloads some, and pins {figure} for them {when}"
+    yield from notes_on_pinned(job, stages)
     if offload_modules(config.model) and chunks_of(config.model) > 1:
         yield (
             f"activation offload: with several model chunks a rank, peaks are {UNTRIED}; mcore 0.19 ends with Chunk "
@@ -429,6 +423,23 @@ def _notes(job: Job, stages: list[StageEstimate], activations: int | None) -> It
         )
     if getattr(config.dist, "use_tp_pp_dp_mapping", False):
         yield "dist.use_tp_pp_dp_mapping: pinned bytes per node are of ranks in the default order"
+
+
+def notes_on_pinned(job: Job, stages: list[StageEstimate]) -> Iterator[str]:
+    """Yield what mcore and Transformer Engine pin of host memory, and what of it is not counted."""
+    config = job.config
+    if offload_modules(config.model) or offloaded_layers(config.model):
+        figure = f"{max(stage.copies for stage in stages) / 1e9:.2f} GB a rank"
+        if uncounted(config) or any(pinned_bytes(job, stage.stage) is None for stage in stages):
+            figure = f"bytes that are not known ({not_counted(config)})"
+        who, when = "mcore", "in its first iteration"
+        if offloaded_layers(config.model):
+            who, when = "Transformer Engine", "or up to twice as much where the host runs ahead of the GPU (by reading)"
+        yield f"activations: {who} offloads some, and pins {figure} for them {when}"
+    name = "moe_paged_stash_buffer_size_factor_cpu"
+    if getattr(config.model, "moe_paged_stash", False) and (factor := getattr(config.model, name, 0)):
+        setting = as_named_in(config.model, f"model.{name}={factor!r}")
+        yield f"{setting}: mcore pins host memory for activations of experts in its second iteration, not counted here"
 
 
 def not_counted(config: Any) -> str:
