@@ -246,9 +246,9 @@ def test_nemorun_finds_the_command_by_its_entry_point_also_without_megatron(tmp_
     )
 
 
-def train_tiny_here(home, *settings):
-    """Launch `tiny` on this machine, on the CPU, from a checkout and without an activated environment."""
-    arguments = ["--factory", "tiny", "scheduler=local", "gpus_per_node=0", *settings, "--yes"]
+def train_here(home, recipe, *settings):
+    """Launch a recipe on this machine, on the CPU, from a checkout and without an activated environment."""
+    arguments = ["--factory", recipe, "scheduler=local", "gpus_per_node=0", *settings, "--yes"]
     return subprocess.run(
         [sys.executable, "-m", "recipes.launch", *arguments], cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "HOME": str(home), "NEMORUN_HOME": str(home), "PYTHONPATH": str(ROOT)},
@@ -258,7 +258,7 @@ def train_tiny_here(home, *settings):
 
 @pytest.mark.slow
 def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
-    done = train_tiny_here(tmp_path, "overrides=train.train_iters=2 train.global_batch_size=2")
+    done = train_here(tmp_path, "tiny", "overrides=train.train_iters=2 train.global_batch_size=2")
     assert done.returncode == 0, done.stderr
     (log,) = tmp_path.rglob("train/0/stdout.log")
     assert "iteration        2/       2 |" in log.read_text()
@@ -266,8 +266,8 @@ def test_tiny_trains_on_this_machine_without_an_activated_venv(tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_fails_on_this_machine_ends_the_launch_with_status_1_and_says_where_its_logs_are(tmp_path):
-    done = train_tiny_here(tmp_path, "overrides=train.train_iter=1")
+    done = train_here(tmp_path, "llama3_70b_64gpu")  # which fails before it imports Megatron
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
-    folder = Path(last.partition("recipe tiny failed; its logs are in ")[2])
-    assert any("train.train_iter=1" in log.read_text() for log in folder.rglob("*.log"))
+    folder = Path(last.partition("recipe llama3_70b_64gpu failed; its logs are in ")[2])
+    assert any("recipe='llama3_70b_64gpu' needs GPUs" in log.read_text() for log in folder.rglob("*.log"))
