@@ -1,6 +1,8 @@
-"""Runs what is for mcore and a GPU with the mcore that is first on the path, on the CPU.
+"""Runs what is for mcore and a GPU on the CPU, with the installed mcore or another one's optimizers.
 
-python mcore_child.py TESTS SCRIPT    # pytest, on one of mcore's unit tests; then the script's `main`, with 3 steps
+python mcore_child.py TESTS SCRIPT [CORE]    # pytest, on one of mcore's unit tests; then the script's `main`, 3 steps
+
+CORE: the folder of the other `megatron.core`.
 
 Exit status: 0, 1 where the script fails, and 2 more where a test does.
 """
@@ -48,9 +50,21 @@ def run_tests(file):
     return pytest.main(["-q", *options, file])
 
 
+def take_optimizers_from(folder):
+    """Have mcore's optimizers imported from there, anew where they are imported already."""
+    import megatron.core
+
+    megatron.core.__path__.insert(0, folder)
+    name = "megatron.core.optimizer"
+    for module in [module for module in sys.modules if module == name or module.startswith(f"{name}.")]:
+        del sys.modules[module]
+
+
 if __name__ == "__main__":
-    tests, script = sys.argv[1:]
+    tests, script, *cores = sys.argv[1:]
     install_standins()
+    for core in cores:
+        take_optimizers_from(core)
     with pytest.MonkeyPatch.context() as patch:
         fused_adam.have_mcore_make_it_precision_aware(patch)
         TwoDevices(patch)

@@ -36,15 +36,13 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(patched):
-    """Run the unit test and the script by stand-ins: with the installed mcore, and with the patched one before it."""
+    """Run the unit test and the script by stand-ins: with the installed mcore, and with the patched optimizers."""
 
-    def run(run, *first):
-        path = [*map(str, (*first, PROJECT, HERE, HERE.parent)), os.environ.get("PYTHONPATH", "")]
-        command = [sys.executable, HERE / "mcore_child.py", patched / UNIT_TEST, SCRIPT]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-        return run(command, env=environment, cwd=HERE, capture_output=True, text=True, timeout=300, check=False)
-
-    return {"as it is": run(run_python), "patched": run(subprocess.run, patched)}
+    path = [*map(str, (PROJECT, HERE, HERE.parent)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    command = [sys.executable, HERE / "mcore_child.py", patched / UNIT_TEST, SCRIPT]
+    runs = {"as it is": [], "patched": [patched / "megatron/core"]}
+    return {name: run_python([*command, *first], env=environment, cwd=HERE) for name, first in runs.items()}
 
 
 def weights(done):
