@@ -64,9 +64,12 @@ def test_what_is_no_checkout_is_said(tmp_path):
 
 MOVED = ("train", "setup", "eval", "train_megatron_mimo", "setup_megatron_mimo")
 """Modules of Bridge's training that lie in Megatron-LM's, in a checkout in which upstream has begun to move them."""
-WHICH = """
+WHICH_AND_TESTS = """
+import sys
+import pytest
 from bridge_fgo.bridge.table import patches
-print(*sorted({patch.module for patch in patches() if "training." in patch.module}))
+print(*sorted({patch.module for patch in patches() if "training." in patch.module}), flush=True)
+sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
@@ -94,15 +97,12 @@ def moved(tmp_path):
 
 @pytest.mark.slow
 def test_functions_are_found_where_upstream_moves_them_and_training_is_bitwise_equal(moved):
-    def run(*arguments):
-        command = [sys.executable, "-W", "ignore", *arguments]
-        return subprocess.run(
-            command, cwd=CHECKOUTS.parents[2], env=moved, capture_output=True, text=True, timeout=600, check=False
-        )
-
-    names = run("-c", WHICH).stdout.split()
+    tests = ["-q", "-p", "no:cacheprovider", "tests/test_parity.py", "-k", "plain or trouble or fsdp"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WHICH_AND_TESTS, *tests], cwd=CHECKOUTS.parents[2], env=moved,
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    names = done.stdout.partition("\n")[0].split()
     assert {name for name in names if ".bridge." not in name} == {f"megatron.training.{name}" for name in MOVED}
     assert "megatron.bridge.training.config" in names
-    rows = "plain or trouble or fsdp"
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_parity.py", "-k", rows)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
