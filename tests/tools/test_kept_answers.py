@@ -1,7 +1,6 @@
 """The answers and the table that are kept of recipes are what is said today; what is told of a name at once."""
 
 import json
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,16 +32,6 @@ def test_every_recipe_of_released_megatron_and_a_kept_model_has_an_answer():
 def test_a_kept_answer_is_what_the_builder_says(name):
     built = json.loads(json.dumps(ask_builder(target=name)).replace(str(Path.cwd()), answers.HERE))
     assert answers.kept_answer(name, None, {}, None, ()) == built | {"kept_of": answers.installed_versions()}
-
-
-@pytest.mark.slow
-def test_a_builder_of_its_own_or_with_an_attention_kernel_chosen_says_the_same(monkeypatch, builder_is_forked):
-    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")  # tiny sets attention_backend=unfused, which mcore finds to differ
-    assert "error" not in ask_builder(target="tiny")
-    forked = ask_builder(target="tiny"), builder_is_forked.answers
-    monkeypatch.setattr(answers, "subprocess", subprocess)
-    assert ask_builder(target="tiny") == forked[0]
-    assert builder_is_forked.answers == forked[1] > 0
 
 
 def test_a_recipe_as_it_is_and_overrides_of_the_offload_are_read_and_gpus_refused_without_megatron():

@@ -26,7 +26,9 @@ PROGRAMS = {
     "apply.py": [str(ROOT / "patches" / "apply.py")],
 }
 """By their first word, of commands that are not bridge-fgo's."""
-IN_A_PROCESS = {"--version": 3.0, "run ok.py": 18.0, "plan mycfg.py:ok": 120.0}
+BUILT_ALONE = "NVTE_FUSED_ATTN=1 plan mycfg.py:ok --json"
+"""A plan that has a new process build the model too; the model's own attention kernel is another one."""
+IN_A_PROCESS = {"--version": 3.0, "run ok.py": 18.0, BUILT_ALONE: 120.0}
 """Commands with a process of their own, beside those that start NeMo-Run, and their CPU seconds."""
 OF_NEMO_RUN = 120.0
 NOT_IMPORTED = {LIGHT: {"torch", "megatron.core"}, HUB: {"torch", "megatron.core"}, TORCH: {"megatron.core"}}
@@ -116,7 +118,7 @@ OF_THE_SECOND_HOUR = [
     ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
      "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", BUILT),
     ("plan mycfg:ok", 0, "Fits on GB200", BUILT),
-    ("plan mycfg.py:ok", 0, "Fits on GB200", BUILT),
+    (BUILT_ALONE, 0, "{", BUILT),
     ("plan mycfg.py:fails", 2, "bridge-fgo plan: recipe 'mycfg.py:fails' could not be built: KeyError: ", BUILT),
     ("plan mycfg.py:nothere", 2, "bridge-fgo plan: recipe 'mycfg.py:nothere' could not be built: Attribute", BUILT),
     ("doctor llama3_70b_64gpu --gpus 60", 2, "bridge-fgo doctor: --gpus 60: not divisible by tensor 2", LIGHT),
@@ -159,11 +161,10 @@ SERVERS = {LIGHT: LIGHT_SERVER, HUB: LIGHT_SERVER, TORCH: TORCH_SERVER}
 """Processes that commands are forked from, by what these may import."""
 
 
-def run_alone(command, **how):
-    """Run a command in a process of its own, within its CPU seconds."""
-    most = IN_A_PROCESS.get(" ".join(command), OF_NEMO_RUN)
+def run_alone(words, most, **how):
+    """Run a command in a process of its own, within so many CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(python(command), capture_output=True, text=True, stdin=subprocess.DEVNULL, **how)
+    done = subprocess.run(python(words), capture_output=True, text=True, stdin=subprocess.DEVNULL, **how)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < most
     return done
@@ -179,23 +180,26 @@ def python(command):
     in_lanes([*COMMANDS, *OF_THE_SECOND_HOUR], [row for row in COMMANDS if row[3] != TORCH or row[0] == "run ok.py"]),
     ids=str,
 )
-def test_a_command_of_a_new_user(folder, monkeypatch, command, status, first_line, kind):
-    added = {"PYTHONWARNINGS": "ignore", "HF_HOME": folder, "HF_HUB_OFFLINE": "1", "NEMORUN_HOME": folder}
-    environment = os.environ | {name: str(value) for name, value in added.items()}
+def test_a_command_of_a_new_user(folder, monkeypatch, builder_is_forked, command, status, first_line, kind):
+    added = {"PYTHONWARNINGS": "ignore", "HF_HOME": str(folder), "HF_HUB_OFFLINE": "1", "NEMORUN_HOME": str(folder)}
     words = command.split()
     while "=" in words[0]:
-        environment.update([words.pop(0).split("=")])
+        added |= [words.pop(0).split("=")]
+    environment, alone = os.environ | added, None
     if command in IN_A_PROCESS or words[0] == "launch":
-        done = run_alone(words, cwd=folder, env=environment)
-    elif kind is BUILT:
-        for name in added:
-            monkeypatch.setenv(name, environment[name])
+        done = alone = run_alone(words, IN_A_PROCESS.get(command, OF_NEMO_RUN), cwd=folder, env=environment)
+    if kind is BUILT and words[0] != "launch":
+        for name, value in added.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(folder)
+        built = builder_is_forked.answers
         done = CliRunner().invoke(app, words)
         done.returncode = done.exit_code
         assert isinstance(done.exception, SystemExit | None)
-    else:
+        if alone is not None:
+            assert (alone.returncode, alone.stdout) == (status, done.stdout) and builder_is_forked.answers > built
+    elif alone is None:
         done = SERVERS[kind].run(python(words), cwd=folder, env=environment)
         assert not NOT_IMPORTED[kind] & done.imported
     assert done.returncode == status, done.stderr
