@@ -26,9 +26,9 @@ KNOWN = {
 
 UPSTREAM = {
     "torch", "transformer_engine", "apex", "emerging_optimizers", "megatron.core", "megatron.bridge",
-    "megatron.training",
+    "megatron.training", "bridge_fgo.bridge",
 }  # fmt: skip
-"""Where the methods are that they call, and what wraps them: torch's hooks, its schedulers' counter, `no_grad`."""
+"""Where methods are that they call, and what wraps them: torch's hooks, its schedulers' counter, `no_grad`, ours."""
 
 _DYNAMO = "torch._dynamo.eval_frame"
 
@@ -67,7 +67,9 @@ def is_upstreams(function: Any) -> bool:
     """Return whether a function and all that wrap it are upstream's, by where their code is and not by their names."""
     function = getattr(function, "__func__", function)  # of a method
     while isinstance(function, FunctionType):
-        module = function.__globals__["__name__"]
+        # A proxy of wrapt's shows the globals of what it wraps: whose it is says the function that it calls.
+        called = getattr(function, "_self_wrapper", function)
+        module = getattr(called, "__globals__", {"__name__": type(called).__module__})["__name__"]
         if module == _DYNAMO and not hasattr(function, "_torchdynamo_disable"):
             return False  # it is compiled, for all parameters together
         if not _is_upstream(module):

@@ -7,6 +7,7 @@ from types import FunctionType, MethodType, SimpleNamespace
 import pytest
 import torch
 import torch.optim.optimizer as every_optimizer
+import wrapt
 from fused_adam import FusedAdam
 
 from bridge_fgo.states import inner_step
@@ -220,6 +221,20 @@ def test_arguments_that_parts_cannot_honour_are_refused(named):
     inner = InnerStep(adam)
     with inner.replaced(lambda: None, {}), pytest.raises(RuntimeError, match="arguments"):
         adam.step(closure=lambda: 1.0) if named else adam.step(lambda: 1.0)
+
+
+@pytest.mark.parametrize("is_function", [True, False])
+def test_a_wrapper_that_is_put_on_by_wrapt_is_somebody_elses_but_for_the_packages(is_function):
+    def counts(wrapped, instance, args, kwargs):
+        return wrapped(*args, **kwargs)
+
+    wrapper = counts if is_function else partial(counts)
+    _, adam = make(torch.optim.AdamW)
+    adam.load_state_dict = MethodType(wrapt.FunctionWrapper(torch.optim.AdamW.load_state_dict, wrapper), adam)
+    assert in_place_of("load_state_dict", adam)
+    ours = FunctionType(counts.__code__, {"__name__": "bridge_fgo.bridge.state_wrappers"})
+    adam.load_state_dict = MethodType(wrapt.FunctionWrapper(torch.optim.AdamW.load_state_dict, ours), adam)
+    assert in_place_of("load_state_dict", adam) == ""
 
 
 @pytest.mark.parametrize("module", ["megatron.bridge.training.optim", "megatron.training.optim", __name__])
