@@ -9,10 +9,11 @@ from typing import Any
 from bridge_fgo.bridge.compat import as_named_in
 
 SIZES = (
-    "train.micro_batch_size", "train.global_batch_size", "model.seq_length",
+    "train.micro_batch_size", "train.global_batch_size", "model.seq_length", "model.num_layers",
+    "model.hidden_size", "model.num_attention_heads", "model.num_query_groups",
     "model.virtual_pipeline_model_parallel_size", "ddp.num_distributed_optimizer_instances",
 )  # fmt: skip
-"""Sizes that may be left out, beside those of the ranks that share a model."""
+"""Sizes that may be left out, beside those of the ranks that share a model; Megatron divides by most of them."""
 
 
 @dataclass(frozen=True)
