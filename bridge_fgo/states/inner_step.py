@@ -28,7 +28,8 @@ UPSTREAM = {
     "torch", "transformer_engine", "apex", "emerging_optimizers", "megatron.core", "megatron.bridge",
     "megatron.training", "bridge_fgo.bridge",
 }  # fmt: skip
-"""Where methods are that they call, and what wraps them: torch's hooks, its schedulers' counter, `no_grad`, ours."""
+"""Packages of the methods that these steps call, and of what wraps a method: torch's hooks, its schedulers' counter and
+its `no_grad`, and this package's own wrappers."""
 
 _DYNAMO = "torch._dynamo.eval_frame"
 

@@ -35,7 +35,7 @@ from bridge_fgo.tools.demo import missing_packages
 from bridge_fgo.tools.job.answers import ask_builder, kept_installation
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
-from bridge_fgo.tools.plan.state import is_upstreams
+from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
 from bridge_fgo.tools.show import readable_bytes
 
@@ -270,7 +270,7 @@ def _examine_memory(
     findings.refuse(budget_refusals(job, estimate.stages, job.offload), job.flag)
     if not job.flag:
         return 0
-    if machine.gpus and is_upstreams(job, estimate.offload):
+    if machine.gpus and is_served_by_mcore(job, estimate.offload):
         # mcore's own offloader does not ask for the memory of this machine.
         needed, free, whole = sum(estimate.fullest_node(here)), available_bytes(), total_bytes()
         if needed > free:

@@ -84,5 +84,6 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
     if getattr(config.model, "num_moe_experts", None) is not None:
         expert, expert_tensor = ranks("expert_model"), ranks("expert_tensor", default=tensor)
     fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
-    *_, instances = (size(name, default=1) for name in SIZES)
+    sizes = {name: size(name, default=1) for name in SIZES}
+    instances = sizes["ddp.num_distributed_optimizer_instances"]
     return Parallel(gpus or fewest, tensor, pipeline, context, expert, expert_tensor, instances)

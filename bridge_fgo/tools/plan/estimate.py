@@ -27,7 +27,7 @@ from bridge_fgo.tools.plan.activations import (
     uncounted,
     workspace_bytes,
 )
-from bridge_fgo.tools.plan.state import StateBytes, is_upstreams, states_of_ranks
+from bridge_fgo.tools.plan.state import StateBytes, is_served_by_mcore, states_of_ranks
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link, floor_seconds
 
 UNTRIED = "not held against runs"
@@ -203,7 +203,7 @@ def make_estimate(
         stages.append(estimate)
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, of_ranks, strict=True)]
         loads.append((max(copied), of_job))
-    upstream = is_upstreams(job, offload)
+    upstream = is_served_by_mcore(job, offload)
     pinned = [
         stage.copies + stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded)
         for stage, of_stage in zip(stages, states, strict=True)

@@ -21,7 +21,7 @@ from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines
 from bridge_fgo.tools.plan.report import seconds as in_seconds
-from bridge_fgo.tools.plan.state import is_upstreams, states_of_stage
+from bridge_fgo.tools.plan.state import is_served_by_mcore, states_of_stage
 from bridge_fgo.tools.plan.systems import Link
 from bridge_fgo.tools.show import table
 
@@ -213,7 +213,7 @@ def _unplanned(job: Job) -> Iterator[str]:
             "tensors, which Residency does not move yet; plan with 16-bit weights "
             "(mixed_precision=bf16_mixed)"
         )
-    if job.flag and is_upstreams(job, job.offload):
+    if job.flag and is_served_by_mcore(job, job.offload):
         yield "Residency does not go with mcore's own offloader: use engine='native'"
 
 

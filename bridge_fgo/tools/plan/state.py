@@ -122,7 +122,7 @@ def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
             f"{refused}mcore cannot lay this job out without a GPU, so its bytes are not known: {job.not_held}"
         )
     # Upstream copies masters as they are, and so does Megatron-FSDP's source.
-    is_whole = is_upstreams(job, offload) or uses_fsdp(job.config)
+    is_whole = is_served_by_mcore(job, offload) or uses_fsdp(job.config)
     copied = replace(offload, master_remainders=False) if is_whole else offload
     return [states_of_stage(of_stage, copied) for of_stage in job.held]
 
@@ -158,6 +158,6 @@ def _require_known_states(job: Job) -> None:
         )
 
 
-def is_upstreams(job: Job, offload: OffloadConfig) -> bool:
+def is_served_by_mcore(job: Job, offload: OffloadConfig) -> bool:
     """Return whether mcore's own offloader would serve the job; where it is refused, as the settings say."""
     return (job.engine or offload.engine).startswith("mcore")
