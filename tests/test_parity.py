@@ -175,7 +175,9 @@ def test_a_second_pass_and_a_skipped_step_move_again_only_what_had_come_back():
     ]  # fmt: skip
 
 
-def test_the_step_of_megatron_fsdp_goes_part_by_part_and_copies_each_part_to_the_weights(monkeypatch):
+@pytest.fixture
+def copied(monkeypatch):
+    """The number of parameter groups that each of Megatron-FSDP's copies to the weights goes through."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
     copied, copy = [], ParamAndGradBuffer.copy_main_weights_to_model_weights
@@ -187,10 +189,23 @@ def test_the_step_of_megatron_fsdp_goes_part_by_part_and_copies_each_part_to_the
     # As of upstream's module: somebody's own would keep the step whole.
     counts = FunctionType(counted.__code__, vars(sys.modules[copy.__module__]), closure=counted.__closure__)
     monkeypatch.setattr(ParamAndGradBuffer, "copy_main_weights_to_model_weights", counts)
+    return copied
+
+
+def test_the_step_of_megatron_fsdp_goes_part_by_part_and_copies_each_part_to_the_weights(copied):
     with training(True, WHOLE, **FSDP) as run:
         steps(run)
         assert len(session_of(run).engine.schedule.parts) == 3
     assert copied == [1, 1, 1, 0], "each group once, and nothing is left"
+
+
+def test_weights_of_megatron_fsdp_are_made_anew_part_by_part_also_where_a_hook_keeps_the_step_whole(copied):
+    with training(True, WHOLE, **FSDP) as run:
+        run.optimizer.optimizer.register_step_post_hook(lambda *of_a_step: None)
+        steps(run)
+        assert copied == [3]
+        run.model[0].module.install_optimized_model_weights()
+    assert copied == [3, 1, 1, 1, 0]
 
 
 def test_masters_of_quantized_weights_stay_until_their_copy_which_is_one_for_all(monkeypatch):

@@ -19,9 +19,9 @@ without the bytes:
 
 All states are on the GPU, as without offload, where the optimizer's step cannot be divided (`Source.kept_whole_by`), in
 the first of these steps, and where moments are in fp16, in the last: Transformer Engine scales them anew. All masters
-are there, and no moments, in the third step where weights are in FP8, whose copy is one collective, where the step
-cannot be divided, and where the layout of gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the
-GPU. So it is with what somebody has put in the place of the methods of the first and third step: it runs once.
+are there, and no moments, in the third step where weights are in FP8, whose copy is one collective, and where the
+layout of gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU. So it is with what somebody has
+put in the place of the methods of the first and third step, and of the copy to the weights: it runs once.
 """
 
 from __future__ import annotations

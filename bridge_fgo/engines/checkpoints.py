@@ -234,7 +234,7 @@ class CheckpointingEngine(Engine):
 
     def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
         """Call `copy`, which makes the model's weights anew of every master, part by part where it divides."""
-        if source.writes_back_by_part and not self.steps_whole(source):
+        if source.writes_back_by_part and not source.copy_kept_whole_by():
             self._copy_by_part(source, copy, writes=False)
         else:
             self.require_readable(source, masters_only=True)

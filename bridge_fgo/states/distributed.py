@@ -59,8 +59,10 @@ class McoreSource(MasterCopy, Source):
 
     @override
     def kept_whole_by(self) -> str:
-        if why := self._inner_step.kept_whole_by():
-            return why
+        return self._inner_step.kept_whole_by() or self.copy_kept_whole_by()
+
+    @override
+    def copy_kept_whole_by(self) -> str:
         # Called once for each part it would count, average or draw random numbers otherwise.
         copy = next(filter(None, (in_place_of(name, owner) for owner, name in self._copies())), "")
         return f"a function in the place of its copy to the weights, {copy}" if copy else ""

@@ -55,6 +55,10 @@ class Source(ABC):
     def kept_whole_by(self) -> str:
         """Return the name of what forbids to update the parameters part by part now; empty where nothing does."""
 
+    def copy_kept_whole_by(self) -> str:
+        """Return the name of what forbids to copy masters to weights part by part now; empty where nothing does."""
+        return ""
+
     @abstractmethod
     def stepping(self, run: Callable[[], None], owners: Mapping[int, Part]) -> AbstractContextManager[None]:
         """Context in which the optimizer's step calls `run` instead, which calls `step` for each part and with None.
