@@ -59,7 +59,7 @@ def training(offload, config=PACKED, adam=None, cls=CpuTraining, installed=True,
     """
     options = CpuOptions(offload=offload, **SMALL | options)
     if isinstance(adam, dict) or options.fsdp is not None or options.precision == "fp16":
-        config = dataclasses.replace(config, master_remainders=None)
+        config = dataclasses.replace(config, master_remainders=False)
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(layout, "LEAST_PART_BYTES", min(PART_BYTES, layout.LEAST_PART_BYTES))

@@ -63,8 +63,7 @@ class Meter:
 class Training:
     """Optimizers with offload, and twins without, in the order of calls of a training step.
 
-    Gradients are those of the next seed, unless a test names one. Masters are packed from the start; with
-    master_remainders=None a test may choose that as it goes.
+    Gradients are those of the next seed, unless a test names one. Masters are packed unless `master_remainders=False`.
 
     Args:
         layer, step: bytes beside the slabs, see `Meter`.
@@ -101,9 +100,8 @@ class Training:
             optimizer.ddp_config = SimpleNamespace(fp8_param_gather=quantized)
         self.meter = meter = meter or Meter(layer, step)
         gib = budget / 2**30 if isinstance(budget, int) else budget
-        settings = {"master_remainders": True, "piece_bytes": 65536, **settings}
+        settings = {"master_remainders": settings.get("master_weights", True), "piece_bytes": 65536, **settings}
         config = OffloadConfig(engine="native", gpu_memory_budget_gib=gib, **settings)
-        self.master_remainders = config.master_remainders
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
         self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)
         self.schedule = meter.schedule = self.engine.schedule
@@ -142,9 +140,8 @@ class Training:
         return {slab.state for slab in self.slabs()}
 
     def pack(self, packs):
-        """Have masters that leave from now on be packed or not, where the settings do not say it."""
-        if self.master_remainders is None:
-            self.engine.masters.remainders.wanted = packs
+        """Have masters that are offloaded from now on be packed or not, if they can be."""
+        self.engine.masters.remainders.is_paused = not packs
 
     # A step.
 
@@ -205,8 +202,8 @@ class Training:
         self.update(seed)
         self.end_step()
 
-    def step(self, seed=None, passes=1, skip=False, points=POINTS, is_saved_next=False):
-        with self.engine.training_step(self.schedule.kind, is_saved_next):
+    def step(self, seed=None, passes=1, skip=False, points=POINTS):
+        with self.engine.training_step(self.schedule.kind):
             for _ in range(passes):
                 self.run_pass(points)
             if not skip:

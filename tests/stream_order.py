@@ -163,6 +163,9 @@ def install(monkeypatch):
         clock = {}  # noqa: RUF012 - of one that was not recorded
         place = 0
 
+        def __init__(self, is_timed=False):
+            self.is_timed = is_timed
+
         def record(self, stream):
             order.enqueue(handle(stream))
             self.clock = dict(order.clock(handle(stream)))
@@ -172,6 +175,10 @@ def install(monkeypatch):
 
         def has_happened(self):
             return True
+
+        def seconds_after(self, earlier):
+            assert self.is_timed and earlier.is_timed
+            return self.place % 3 - 1.0  # some landed before, others after
 
     class Copier:
         def __init__(self, to_gpu):

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from both import WHOLE, as_resident, both, session_of, steps
+from both import as_resident, session_of, steps
 
-from bridge_fgo.engines.packed_masters import WATCHED_STEPS
 from bridge_fgo.memory.slab import SlabState
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -25,19 +24,3 @@ def test_a_changed_weight_ends_the_step_before_any_update_of_a_chain_and_trainin
         assert len(engine.sources) == 2
         assert all(torch.equal(a, b) for a, b in zip(before, run.model[0].parameters(), strict=True))
         weight.copy_(kept)
-
-
-def test_masters_are_packed_by_default_where_nothing_else_writes_weights(capsys):
-    def trained(run):
-        def is_packed():
-            return any(slab.is_encoded for slab in session_of(run).engine.slabs)
-
-        seen = steps(run, 1 + WATCHED_STEPS)
-        assert not run.options.offload or not is_packed()
-        seen += steps(run)
-        assert not run.options.offload or is_packed()
-        return seen, steps(run)
-
-    both(trained, WHOLE, experts=True)
-    (said,) = [line for line in capsys.readouterr().out.splitlines() if "master_remainders" in line]
-    assert "copied in part" in said

@@ -259,13 +259,13 @@ OF_SETTINGS = [
             and (a.sets("ddp.fp8_param_gather") or a.sets("model.fp8_param"))
         )),
     Refusal(REMAINDERS, ("model.bf16", "model.fp16"),
-        "only masters of bf16 weights can be copied in part; leave it at None",
+        "only masters of bf16 weights can be copied in part; leave it at False",
         lambda a: a.sets(REMAINDERS) and (a.is_fp32 or a.sets("model.fp16"))),
     Refusal(REMAINDERS, ("optimizer.use_precision_aware_optimizer=True",),
-        "Transformer Engine's FusedAdam keeps the masters, which mcore does not round; leave it at None",
+        "Transformer Engine's FusedAdam keeps the masters, which mcore does not round; leave it at False",
         lambda a: a.sets(REMAINDERS, PRECISION_AWARE)),
     *(
-        Refusal(REMAINDERS, (name,), "quantized weights are no roundings of their masters; leave it at None",
+        Refusal(REMAINDERS, (name,), "quantized weights are no roundings of their masters; leave it at False",
             lambda a, name=name: a.sets(REMAINDERS, name))
         for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
     ),
@@ -308,7 +308,7 @@ OF_SETTINGS_UNDER_FSDP = [
     Refusal("OffloadConfig.engine", (FLAG_TEXT, FSDP),
         "mcore's offloader knows the buffers of its own DDP alone; use OffloadConfig(engine='native')",
         lambda a: a["OffloadConfig.engine"] == "mcore"),
-    Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at None"),
+    Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at False"),
     _gradients(FSDP, "it has buffers of its own for gradients", lambda a: True),
     Refusal("OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
         "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",

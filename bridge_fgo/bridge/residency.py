@@ -41,7 +41,7 @@ from bridge_fgo.sleep.moved import (
 )
 from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
 from bridge_fgo.sleep.refusals import PLAIN, attached_engine, ddp_of, movable_optimizers, refuse_models
-from bridge_fgo.sleep.states import WHOLE_MASTERS, OptimizerStates
+from bridge_fgo.sleep.states import DEFAULTS, OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
 from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
 
@@ -97,8 +97,7 @@ class Residency:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
         optimizer: what the training loop steps, over DistributedOptimizers; None for a reference model.
         config: settings of the offload where no engine is attached to the optimizer; None for those given to
-            `bridge_fgo.install`, with masters copied whole unless `master_remainders=True`. A setting that would have
-            no effect is refused.
+            `bridge_fgo.install`. A setting that would have no effect is refused.
         host_memory_limit_gib: the most host memory in GiB that a rank takes here, page-locked or not; the least that
             any rank is given counts. What does not fit stays on the GPU for good: a line on rank 0 and `Moved.stays`
             say how much. None has no limit but what the host has.
@@ -1059,13 +1058,13 @@ def _accepted(
 
 
 def _settings(config: OffloadConfig | None, optimizer_config: Any, moves_states: bool) -> OffloadConfig:
-    """Return the settings of a Residency: `config`, or else the installed ones, by which masters are copied whole.
+    """Return the settings of a Residency: `config`, or else the installed ones.
 
     Raises:
         ValueError: the installed ones have some that would have no effect.
     """
     if config is not None or not is_installed():
-        return config or WHOLE_MASTERS
+        return config or DEFAULTS
     found = settings_of(optimizer_config)
     if moves_states and (found.engine == "mcore" or found.gradients):
         lost = f"engine={found.engine!r}" if found.engine == "mcore" else f"gradients={found.gradients!r}"
@@ -1073,7 +1072,7 @@ def _settings(config: OffloadConfig | None, optimizer_config: Any, moves_states:
             f"Residency with OffloadConfig({lost}) of bridge_fgo.install or optimizer.{SETTINGS}: only Bridge's "
             f"train_step with optimizer.{FLAG}=True goes by that; leave it out, or give Residency a config of its own"
         )
-    return replace(found, engine="native", master_remainders=bool(found.master_remainders))
+    return replace(found, engine="native")
 
 
 def _refuse_settings(config: OffloadConfig, optimizer: Any) -> None:

@@ -133,7 +133,7 @@ class Session:
     # What the wrappers call, in the order of one training step.
 
     @contextmanager
-    def training_step(self, model: Any, microbatches: int, is_saved_next: bool = False) -> Iterator[None]:
+    def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
         """Context of a training step of a model, or its chunks; no reload is in flight after it but on an error."""
         engine = self.engine
         self._is_captured = is_captured = captures_full_iteration(self.model_config)
@@ -144,7 +144,7 @@ class Session:
             with (
                 nullcontext() if is_captured else reload_hook(self.model_config, self.reload),
                 self._points.hooked(model, self._point if engine.watches_points and not is_captured else None),
-                engine.training_step(microbatches, is_saved_next),
+                engine.training_step(microbatches),
             ):
                 yield
         except BaseException:

@@ -43,7 +43,7 @@ def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_
         return result
     if session is None:
         return wrapped(*args, **kwargs)
-    with session.training_step(arguments["model"], get_num_microbatches(), _is_saved_next(state)):
+    with session.training_step(arguments["model"], get_num_microbatches()):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
@@ -52,15 +52,6 @@ def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_
     if stats is not None:  # else the package was uninstalled within the step
         log_scalars(stats.scalars(), state)
     return result
-
-
-def _is_saved_next(state: Any) -> bool:
-    """Return whether Bridge saves at an interval, or at the end, when the training step that begins is done."""
-    checkpoint, step = state.cfg.checkpoint, state.train_state.step + 1
-    if not checkpoint.save:
-        return False
-    intervals = (checkpoint.save_interval, checkpoint.non_persistent_save_interval, state.cfg.train.train_iters)
-    return any(step % interval == 0 for interval in intervals if interval)
 
 
 class PassBeginningMachine(wrapt.ObjectProxy):

@@ -16,7 +16,7 @@ from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
-from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
+from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.state import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.schedule import Schedule
@@ -82,8 +82,11 @@ class CheckpointingEngine(Engine):
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
         """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
         lends = copies and self._lends and self._has_spares(source)
-        owners = self._offloaded[source].owners
-        snapshot = self._snapshots[source] = Snapshot(owners, self.transfers, copies, self._has_worker, lends)
+        offloaded = self._offloaded[source]
+        # Whole: masters that are packed would be reloaded and unpacked for it.
+        with self.masters.copied_whole(), self.transfers.computing():
+            send_off(offloaded.moving)  # what the optimizer step has left to the next pass
+        snapshot = self._snapshots[source] = Snapshot(offloaded.owners, self.transfers, copies, self._has_worker, lends)
         whole = self.masters.copied_whole() if lends else nullcontext()
         try:
             with self.masters.verified(source), whole, snapshot.taken():

@@ -81,11 +81,8 @@ class Engine(ABC):
     # A training step.
 
     @contextmanager
-    def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
-        """Context of a training step; `is_saved_next`: a checkpoint is to be saved when it is done.
-
-        Passes of one `kind` (the number of microbatches) need as much memory.
-        """
+    def training_step(self, kind: object) -> Iterator[None]:
+        """Context of a training step. Passes of one `kind` (the number of microbatches) need as much memory."""
         yield
 
     @abstractmethod

@@ -18,7 +18,7 @@ from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
-from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, StepClock, Traffic, block_rounding
+from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
@@ -65,8 +65,8 @@ class NativeEngine(CheckpointingEngine):
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
         schedule.ledger.block_bytes = block_rounding(device)
-        remainders = Remainders(device, wanted=bool(config.master_remainders))
-        codec_of = copied_whole if config.master_remainders is False else remainders.codec_of
+        remainders = Remainders(device)
+        codec_of = remainders.codec_of if config.master_remainders else copied_whole
         make_slab = partial(Slab, device=device, transfers=transfers, ledger=schedule.ledger, traffic=self.traffic)
         offloaded: list[OffloadedSource] = []
         self.host_room = host_bytes
@@ -81,20 +81,11 @@ class NativeEngine(CheckpointingEngine):
         schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
         schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()
-        self.masters = PackedMasters(
-            remainders,
-            self._offloaded,
-            transfers,
-            StepClock(meter),
-            decides=config.master_remainders is None and remainders.are_fast,
-            announce=lambda text: schedule.holding.announce(text),
-            warn=lambda text: schedule.holding.warn(text),
-        )
+        self.masters = PackedMasters(remainders, self._offloaded, transfers)
         self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
 
-        self._is_saved_next = False
         self._stepped: set[Source] | None = None  # that have ended their step in this training step; None before one
 
     @property
@@ -193,13 +184,11 @@ class NativeEngine(CheckpointingEngine):
 
     @contextmanager
     @override
-    def training_step(self, kind: object, is_saved_next: bool = False) -> Iterator[None]:
+    def training_step(self, kind: object) -> Iterator[None]:
         self.schedule.kind = kind
         self._stepped = None
-        self._is_saved_next = is_saved_next
         try:
-            with self.masters.training_step():
-                yield
+            yield
             if self._stepped is not None:
                 self.is_torn = False
         finally:
@@ -214,10 +203,9 @@ class NativeEngine(CheckpointingEngine):
         # Of a pass that is run again some are on their way back.
         coming = [source for source, each in self._offloaded.items() if each.coming]
         with self.masters.verified(*coming) if coming else nullcontext():
-            send_off(slab for part in self.schedule.parts if not part.stays for slab in part.slabs)
-        self.masters.are_here(coming)  # they had come back, and left anew
+            for offloaded in self._offloaded.values():
+                send_off(offloaded.moving)
         self.schedule.begin_pass(is_like_others)
-        self.masters.leave(self.sources)
 
     @override
     def release(self) -> None:
@@ -266,9 +254,6 @@ class NativeEngine(CheckpointingEngine):
                 source.step(None)  # `select` takes the first parameters, so these are the last
 
         with ExitStack() as stack:
-            if self._lends and self._is_saved_next:
-                # More bytes leave, beside the update. A save would have to bring packed masters back and unpack them.
-                stack.enter_context(self.masters.copied_whole())
             if self.steps_whole(source):
                 self.require_writable(source)
             else:
@@ -282,8 +267,6 @@ class NativeEngine(CheckpointingEngine):
                 self._stepped.discard(source)
                 self.is_torn = True
             yield
-        self.masters.are_here([source])
-        self.masters.leave([source])
         if self._stepped is not None:
             self._stepped.add(source)
             # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
@@ -305,11 +288,9 @@ class NativeEngine(CheckpointingEngine):
             if coming := offloaded.coming:
                 with self.masters.verified(source):
                     require_readable(coming)
-                self.masters.are_here([source])
 
     @override
     def end_step(self, updated: bool) -> None:
-        self.masters.end_step(updated)
         self.schedule.end_step(updated)
 
     # Readers and writers.
@@ -320,7 +301,6 @@ class NativeEngine(CheckpointingEngine):
         self.masters.check_anew(sources)  # where memory runs out on the way, a later step compares once more
         with self.masters.verified(*sources):
             require_readable(self._slabs_of(source, masters_only))
-        self.masters.are_here(sources)
 
     @override
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:

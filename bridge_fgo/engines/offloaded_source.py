@@ -54,10 +54,9 @@ class OffloadedSource:
         return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
 
     @property
-    def packable_bytes(self) -> int:
-        """Bytes of masters that move and may be packed."""
-        slabs = (slab for part in self.parts if not part.stays for slab in part.slabs)
-        return sum(slab.nbytes for slab in slabs if slab.codec.family is not None)
+    def moving(self) -> list[Slab]:
+        """The slabs that do not stay on the GPU."""
+        return [slab for part in self.parts if not part.stays for slab in part.slabs]
 
     @property
     def coming(self) -> list[Slab]:

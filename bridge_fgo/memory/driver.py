@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-EVENT_DISABLE_TIMING = 2
+EVENT_DEFAULT, EVENT_DISABLE_TIMING = 0, 2
 STREAM_NON_BLOCKING = 1
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
@@ -33,6 +33,7 @@ def _library() -> Any:
     library.cuEventDestroy_v2.argtypes = (handle,)
     library.cuEventRecord.argtypes = (handle, handle)
     library.cuEventQuery.argtypes = (handle,)
+    library.cuEventElapsedTime.argtypes = (ctypes.POINTER(ctypes.c_float), handle, handle)
     library.cuStreamWaitEvent.argtypes = (handle, handle, ctypes.c_uint)
     library.cuStreamCreate.argtypes = (ctypes.POINTER(handle), ctypes.c_uint)
     library.cuStreamDestroy_v2.argtypes = (handle,)
@@ -57,12 +58,13 @@ _NULL = ctypes.c_void_p()
 
 
 class Event:
-    """A CUDA event without timing, as `torch.cuda.Event`."""
+    """A CUDA event, as `torch.cuda.Event`; `is_timed`: it can tell when it happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_timed: bool = False) -> None:
         self._library = library = _library()
         self._handle = ctypes.c_void_p()
-        _check(library.cuEventCreate(ctypes.byref(self._handle), EVENT_DISABLE_TIMING), "make an event")
+        flags = EVENT_DEFAULT if is_timed else EVENT_DISABLE_TIMING
+        _check(library.cuEventCreate(ctypes.byref(self._handle), flags), "make an event")
         self._record, self._wait = library.cuEventRecord, library.cuStreamWaitEvent
         self.place = 0  # among the copies of a lane, of the one that it was last recorded after
 
@@ -82,6 +84,18 @@ class Event:
         if error not in (0, NOT_READY):
             _check(error, "query an event")
         return error == 0
+
+    def seconds_after(self, earlier: Event) -> float | None:
+        """Return the seconds from another event to this one, negative if it came first; None until both happened.
+
+        Both are timed, and were recorded.
+        """
+        milliseconds = ctypes.c_float()
+        error = self._library.cuEventElapsedTime(ctypes.byref(milliseconds), earlier._handle, self._handle)
+        if error == NOT_READY:
+            return None
+        _check(error, "time an event")
+        return milliseconds.value / 1e3
 
     def __del__(self) -> None:
         # Destroyed when it has happened. At exit the context may be gone, and its events with it: no error then.

@@ -53,10 +53,6 @@ class Codec:
     def __init__(self, link_bytes: int) -> None:
         self.link_bytes = link_bytes
 
-    def loses(self) -> bool:
-        """Return whether the newest encoding of this slab cannot be undone. The host waits for it."""
-        return False
-
 
 def select(bundle_bytes: Sequence[int], fraction: float) -> list[int]:
     """Return the positions of the bundles to offload: in order, until they have at least `fraction` of all bytes."""

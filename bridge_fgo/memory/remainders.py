@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast, override
+from typing import Any, cast
 
 import torch
 
@@ -46,31 +46,25 @@ class SlabRemainders(Codec):
 
     @property
     def encodes(self) -> bool:  # type: ignore[override]
-        """Whether remainders are wanted now."""
-        return self._remainders.wanted and not self._remainders.is_paused
-
-    @override
-    def loses(self) -> bool:
-        return bool(self._remainders.sums[self.row, 1].item())
+        """Whether a slab that is offloaded now is to be encoded."""
+        return not self._remainders.is_paused
 
 
 MastersMove = tuple[Any, torch.Tensor, torch.Tensor]  # a slab's codec, its memory and its staging memory, both uint8
 
 
 class Remainders:
-    """The remainders of a rank's masters; `wanted` says whether slabs that leave are to be copied so, or whole."""
+    """The remainders of a rank's masters."""
 
-    def __init__(self, device: torch.device, wanted: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.wanted = wanted
-        self.is_paused = False  # whether slabs that leave now are to be copied whole, whatever is wanted
+        self.is_paused = False  # whether slabs that are offloaded now are to be copied whole
         self.slabs: list[SlabRemainders] = []
         self.sums = torch.zeros(0, 2, dtype=torch.int64)
         """[slabs, 2]: the sum over the weights' bits when the slab was encoded, and how many masters differed."""
         # None where PyTorch's operators have to do: without a GPU, a slab or NVRTC
         self._kernels: RemainderKernels | None = None
         self._verified: frozenset[int] = frozenset()  # rows of the slabs that need no check now
-        self.lacked_weights = False  # whether weights had no memory at a time when packed masters would have needed it
 
     def codec_of(self, states: Sequence[State], layout: SlabLayout) -> Codec:
         """Return the codec of a slab of these states: one that copies whole where one rounds to no weight."""
@@ -81,11 +75,6 @@ class Remainders:
         self.slabs.append(slab)
         return slab
 
-    @property
-    def are_fast(self) -> bool:
-        """Whether there are kernels for them, where they are on a GPU."""
-        return self._kernels is not None or self._device.type != "cuda"
-
     def ready(self) -> None:
         """Take what memory the sums need, once every slab is known."""
         self.sums = torch.zeros(len(self.slabs), 2, dtype=torch.int64, device=self._device)
@@ -93,12 +82,11 @@ class Remainders:
         if module is not None:
             self._kernels = RemainderKernels(module, [(slab.shards, slab.firsts) for slab in self.slabs], self.sums)
         self.locate()
-        self.lacked_weights = False  # they may be there by the first pass
 
     def locate(self) -> None:
         """Find where the weights are now, before a pass first encodes or decodes; RuntimeError if there are none."""
-        if self._kernels is not None and not self._kernels.look_up(required=self.wanted and not self.is_paused):
-            self.lacked_weights = True
+        if self._kernels is not None:
+            self._kernels.look_up(required=not self.is_paused)
 
     def encode(self, moves: Sequence[MastersMove]) -> None:
         """Write the staging memory of slabs from their masters, on the current stream."""
@@ -114,6 +102,11 @@ class Remainders:
                 bits[bits_here] = _packed_bits(up == 1)
                 sums[0] += _sum(weights, here.start)
                 sums[1] += (up > 1).sum()
+
+    def lossy(self, codecs: Sequence[Codec]) -> list[Codec]:
+        """Return the codecs of slabs whose newest encoding cannot be undone. The host waits for it."""
+        sums = self.sums.tolist()
+        return [codec for codec in cast("Sequence[SlabRemainders]", codecs) if sums[codec.row][1]]
 
     def decode(self, moves: Sequence[MastersMove]) -> None:
         """Write the masters of slabs from their staging memory, on the current stream."""

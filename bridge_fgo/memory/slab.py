@@ -11,7 +11,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import override
 
@@ -579,16 +579,18 @@ def require_readable(slabs: Iterable[Slab]) -> None:
         slab.require_readable()
 
 
-def send_off(slabs: Iterable[Slab]) -> None:
-    """Start the copies out of slabs whose tensors exist; of those that are encoded, release all but the newest few."""
+def send_off(slabs: Sequence[Slab]) -> None:
+    """Start the copies out of slabs whose tensors exist; those that take staging memory for it are released soon."""
+    encoded = encode_together(slabs)
     leaving: deque[Slab] = deque()
-    for slab in slabs:
-        if slab.state in (SlabState.RESIDENT, SlabState.RELOADING) and slab.exists():
-            slab.offload()
-            if slab.is_encoded:
-                leaving.append(slab)
-            if len(leaving) == MOST_IN_TRANSIT:
-                leaving.popleft().release()
+    with slabs[0].transfers.back_to_back() if slabs else nullcontext():
+        for slab in slabs:
+            if slab.state in (SlabState.RESIDENT, SlabState.RELOADING) and slab.exists():
+                slab.offload(slab.start_encoded if slab in encoded else None)
+                if slab.is_encoded and slab not in encoded:
+                    leaving.append(slab)
+                if len(leaving) == MOST_IN_TRANSIT:
+                    leaving.popleft().release()
 
 
 def decode_together(slabs: Sequence[Slab]) -> None:
@@ -620,9 +622,13 @@ def decode_together(slabs: Sequence[Slab]) -> None:
 
 
 def encode_together(slabs: Iterable[Slab]) -> set[Slab]:
-    """Encode slabs that were just rounded by one launch; return them, to be sent by `start_encoded` next."""
+    """Encode slabs that have staging memory by one launch; return those to be sent by `start_encoded` next."""
     ready = [
-        slab for slab in slabs if slab.codec.just_rounded and slab.codec.encodes and slab.state is SlabState.RESIDENT
+        slab
+        for slab in slabs
+        if slab.codec.encodes
+        and slab.state is SlabState.RESIDENT
+        and (slab.codec.just_rounded or slab.staging is not None)
     ]
     if len(ready) < 2:
         return set()
@@ -653,10 +659,11 @@ def _encode(slabs: Sequence[Slab]) -> bool:
             encoding.append((slab, was_just_rounded))
     if encoding:
         slabs[0].codec.family.encode([slab.move for slab, _ in encoding])
-    for slab, was_just_rounded in encoding:
-        if was_just_rounded or not slab.codec.loses():
-            slab.is_encoded = True
-        else:
+    unsure = [slab.codec for slab, was_just_rounded in encoding if not was_just_rounded]
+    lossy = slabs[0].codec.family.lossy(unsure) if unsure else []
+    for slab, _ in encoding:
+        slab.is_encoded = slab.codec not in lossy
+        if not slab.is_encoded:
             slab.drop_staging()
     return bool(encoding)
 

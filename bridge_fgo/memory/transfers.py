@@ -86,6 +86,7 @@ class Transfers:
     """
 
     keeps_host_copies = True  # whether a slab's host buffer still has its states when they are back on the GPU
+    shares_link = False  # whether GPUs of several ranks share the host's bandwidth
     timing: Callable[[], AbstractContextManager[object]] = nullcontext  # of the training stream's waits for copies
 
     def begin_pass(self) -> None:
@@ -113,10 +114,6 @@ class Transfers:
 
     def back_to_back(self) -> AbstractContextManager[object]:
         """Context for a run of copies in one direction: waits are recorded once, for the first."""
-        return nullcontext()
-
-    def yielding(self) -> AbstractContextManager[object]:
-        """Context for copies out that begin when all copies in that were started are over, where that is faster."""
         return nullcontext()
 
     def capturing(self) -> bool:
@@ -169,6 +166,13 @@ class Transfers:
         """Return whether the newest copy out is over; the host does not wait for it."""
         return True
 
+    def begin_update(self) -> None:
+        """Note when the training stream begins to update states."""
+
+    def landed_in_update(self, slab: Movable) -> bool | None:
+        """Return whether the newest copy in was over only after the newest update began; None while nobody knows."""
+        return None
+
     def wait_out(self, slab: Movable) -> None:
         """Make the current stream wait for the newest copy out, if there was one."""
 
@@ -217,12 +221,6 @@ class Lane:
         self._end_with(done)
         self._copies = done.place = self._copies + 1
 
-    def all_done(self) -> Event:
-        """Return an event that happens when every copy so far is over."""
-        if self._is_open:
-            self._end_with(self._ends[self._turn])
-        return self._last
-
     def delay(self, cycles: int) -> None:
         """Have the next copy, and so every later one, begin that many GPU cycles later."""
         with torch.cuda.stream(self._streams[self._turn]):
@@ -254,15 +252,16 @@ class CudaTransfers(Transfers):
         self._device = device
         self._compute = torch.cuda.current_stream(device)
         self._index = self._compute.device_index
-        self._is_back_to_back = self._is_ordered = self._yields = False
-        """Inside `back_to_back`; whether the lane waits already for what the training stream holds; `yielding`."""
-        self._shares_link = ranks_of_this_node() > 1
+        self._is_back_to_back = self._is_ordered = False
+        """Inside `back_to_back`; whether the lane waits already for what the training stream holds."""
+        self.shares_link = ranks_of_this_node() > 1
         self._out = Lane(device, piece_bytes, Copier(to_gpu=False))
         self._in = Lane(device, piece_bytes, Copier(to_gpu=True))
         # recorded anew for each wait: on the training stream, or on a reader's and on that
         self._here = Event(), Event()
         self.begin_pass()
-        self._done = defaultdict[int, tuple[Event, Event]](lambda: (Event(), Event()))
+        self._update = Event(is_timed=True)
+        self._done = defaultdict[int, tuple[Event, Event]](lambda: (Event(is_timed=True), Event(is_timed=True)))
         """Recorded after the newest copy of each slab out, and in; by the address of its host buffer.
         Not by the slab: that knows its transfers, so neither would go before Python looks for cycles."""
         self._memory: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -334,19 +333,6 @@ class CudaTransfers(Transfers):
         self._is_back_to_back = self._is_ordered = False
 
     @override
-    @contextmanager
-    def yielding(self) -> Iterator[None]:
-        # Each direction is slower while the other is busy, and more so where GPUs of a host share the link. The update
-        # waits for copies in, and only the next forward for copies out. On two H100 of a node (54.7 GB/s one way, 34.7
-        # each with both busy) a step of 0.645 s became longer by 0.11 s this way, and by 0.15 s otherwise; on a busy
-        # node by 0.07 s and 0.19 s. On one GPU, copies one after another would take longer than both at once.
-        self._yields = self._shares_link
-        try:
-            yield
-        finally:
-            self._yields = False
-
-    @override
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
@@ -354,8 +340,6 @@ class CudaTransfers(Transfers):
     def copy_out(self, slab: Movable, written: bool = True) -> None:
         # Race: optimizer.step() or the adoption, queued on the streams, still writes the states.
         after = self._now(self._streams()) if written or not self._is_ordered else ()
-        if self._yields:
-            after = (*after, self._in.all_done())  # for no race: both directions at once are slower
         moving = slab.moving
         self._memory[slab.host.address] = moving, slab.host.tensor
         self._out.copy(slab.host.address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)
@@ -423,6 +407,16 @@ class CudaTransfers(Transfers):
     @override
     def has_left(self, slab: Movable) -> bool:
         return self._events(slab)[0].has_happened()
+
+    @override
+    def begin_update(self) -> None:
+        self._update.record(self._handle)
+
+    @override
+    def landed_in_update(self, slab: Movable) -> bool | None:
+        landed = self._events(slab)[1]
+        seconds = landed.seconds_after(self._update) if landed.place else 0.0
+        return None if seconds is None else seconds > 0.0
 
     @override
     def wait_out(self, slab: Movable) -> None:

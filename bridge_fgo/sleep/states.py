@@ -26,8 +26,7 @@ from bridge_fgo.sleep.refusals import STATES, attached_engine, movable_optimizer
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.distributed import McoreSource, MegatronSource
 
-WHOLE_MASTERS = OffloadConfig(engine="native", master_remainders=False)
-"""Whole masters round to the weights, so that these need not be copied."""
+DEFAULTS = OffloadConfig(engine="native")
 
 ASLEEP = "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
 """What to do where states are touched that a `Residency` has offloaded, and that nothing serves."""
@@ -52,7 +51,7 @@ class OptimizerStates:
     def __init__(
         self,
         optimizer: Any,
-        settings: Callable[[], OffloadConfig] = lambda: WHOLE_MASTERS,
+        settings: Callable[[], OffloadConfig] = lambda: DEFAULTS,
         alone: bool = False,
         host_bytes: float = math.inf,
     ) -> None:
@@ -69,7 +68,7 @@ class OptimizerStates:
                 make = partial(NativeEngine, self.sources, meter=self.meter, host_bytes=host_bytes)
                 attached = together(lambda: make(config=settings()))
             else:
-                attached = NativeEngine([], WHOLE_MASTERS, self.meter)
+                attached = NativeEngine([], DEFAULTS, self.meter)
         self.engine, self.config = attached, attached.config
         if not self.is_owner:
             own = {id(leaf) for leaf in self.optimizers}

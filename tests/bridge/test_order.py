@@ -8,7 +8,6 @@ import pytest
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION, active_session
-from bridge_fgo.bridge.train_step import _is_saved_next
 from bridge_fgo.engines.native import NativeEngine
 
 RESIDENT = ["zero_grad_buffer", "zero_grad", "forward_backward", "finalize", "step"]
@@ -190,26 +189,3 @@ def test_another_sessions_optimizer_steps_by_its_own_engine_within_a_training_st
     second.events.clear()
     assert "stepping" not in first.step()
     assert second.events == ["stepping", "stepped"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "saved"),
-    [
-        ({"save_interval": 2}, [False, True, False, True, False]),
-        ({"non_persistent_save_interval": 3}, [False, False, True, False, False]),
-        ({"train_iters": 5}, [False, False, False, False, True]),
-        ({"save_interval": 2, "save": None}, [False] * 5),
-    ],
-)
-def test_the_step_before_a_save_is_known_as_it_begins(settings, saved):
-    given = {
-        "save": "folder",
-        "save_interval": None,
-        "non_persistent_save_interval": None,
-        "train_iters": 100,
-    } | settings
-    config = SimpleNamespace(
-        checkpoint=SimpleNamespace(**given), train=SimpleNamespace(train_iters=given["train_iters"])
-    )
-    states = [SimpleNamespace(cfg=config, train_state=SimpleNamespace(step=step)) for step in range(5)]  # steps done
-    assert [_is_saved_next(state) for state in states] == saved

@@ -42,7 +42,7 @@ class AnyOrder(RuleBasedStateMachine):
         measures=st.booleans(),
         lends=st.booleans(),
         calls=st.integers(1, 2),
-        remainders=st.sampled_from([None, True, False]),
+        remainders=st.booleans(),
         optimizers=st.integers(1, 2),
         quantized=st.booleans(),
         settings=SETTINGS,
@@ -63,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
             budget += max(4 * layer, step + 2 * WHOLE)
             settings = {}
         if "master_weights" in settings:
-            remainders = None
+            remainders = False
         self.training = Training(
             layer, step, budget=budget, master_remainders=remainders, fp32_views=1, **settings, **how
         )
@@ -130,7 +130,6 @@ class AnyOrder(RuleBasedStateMachine):
         skip=st.booleans(),
         points=st.sampled_from([POINTS, POINTS, POINTS, 6]),
         hooked=st.booleans(),
-        is_saved_next=st.booleans(),
     )
     def step(self, seed, hooked, **how):
         self.hooked(hooked, partial(self.training.step, seed, **how))

@@ -17,7 +17,7 @@ from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.tools.arms.final_state import final_state, joined_digests
 
 OPTIONS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "layers": 3, "microbatches": 3}
-LAZY = dataclasses.replace(PACKED, master_remainders=None, gradients="lazy")
+LAZY = dataclasses.replace(PACKED, master_remainders=False, gradients="lazy")
 OFF = dataclasses.replace(LAZY, gradients=True)
 KINDS = {
     Float8Tensor: {},

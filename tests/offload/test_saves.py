@@ -274,19 +274,16 @@ def test_steps_write_no_byte_that_a_writer_reads_and_saves_get_copies_until_it_i
     assert are_equal(third, of_third)
 
 
-def test_states_on_the_gpu_are_lent_whole_and_masters_leave_whole_in_the_step_before_a_save():
-    training = lending()
+@pytest.mark.parametrize("packs", [False, True])
+def test_states_on_the_gpu_are_lent_whole_and_stay_there(packs):
+    training = lending(master_remainders=packs)
     training.engine.require_writable()
     handed = save(training)
     expected = clones(handed)
-    assert training.residencies == {SlabState.RESIDENT} and are_lent(training, handed)
+    assert training.residencies == {SlabState.OFFLOADING} and are_lent(training, handed)
+    assert not any(slab.is_encoded for slab in training.slabs())
     training.update()
     assert are_equal(handed, expected)
-    training = lending(master_remainders=True)
-    for saved_next in (False, True):
-        training.step(is_saved_next=saved_next)
-        masters = [slab for slab in training.slabs() if slab.written_back and slab.state is SlabState.RELEASED]
-        assert masters and all(slab.is_encoded is not saved_next for slab in masters)
 
 
 @pytest.mark.parametrize("on_their_way", [False, True])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
+from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload import schedule
 
 TOGETHER = {"layer": WHOLE // 2, "together": WHOLE, "sizes": MANY_SIZES}
@@ -49,18 +50,56 @@ def test_after_a_skipped_step_what_the_optimizer_needs_first_stays_and_no_more_i
     training.end_step()
 
 
+class Behind(Transfers):
+    """Copies in that have not landed when the host enqueues an update; some land only once the GPU updates."""
+
+    late = None  # slabs that do, or None while the GPU is not past it
+
+    def has_landed(self, slab):
+        return False
+
+    def landed_in_update(self, slab):
+        return None if self.late is None else slab in self.late
+
+
+def copied_out_in_the_update(training):
+    training.run_pass()
+    before = training.engine.traffic.out
+    training.update()
+    copied = training.engine.traffic.out - before
+    training.end_step()
+    return copied
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+@pytest.mark.parametrize("late_parts", [0, 2, 3])
+def test_the_update_copies_out_as_many_bytes_as_landed_in_the_update_before_it(optimizers, late_parts):
+    moves = Behind()
+    training = trained(5, layer=WHOLE, optimizers=optimizers, transfers=moves, master_remainders=False)
+    assert copied_out_in_the_update(training) == training.whole  # as far as the host knows, all of it may land in it
+    late = training.parts()[-late_parts:] if late_parts else []
+    moves.late = {slab for part in late for slab in part.slabs}
+    landed, largest = sum(part.nbytes for part in late), max(part.nbytes for part in training.parts())
+    assert landed <= copied_out_in_the_update(training) < landed + largest
+    before = training.engine.traffic.out
+    training.engine.begin_pass()
+    left = training.whole - (training.engine.traffic.out - before)
+    assert landed <= left < landed + largest, "the next pass copies out the rest"
+    moves.shares_link = True
+    training.engine.release()
+    assert copied_out_in_the_update(training) == 0
+
+
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_masters_of_small_parts_are_packed_and_made_together(monkeypatch, optimizers):
     training = trained(optimizers=optimizers, **TOGETHER)
-    training.run_pass()
     moves = {"encode": [], "decode": []}
     for name, seen in moves.items():
         real = getattr(Remainders, name)
         monkeypatch.setattr(
             Remainders, name, lambda family, of, real=real, seen=seen: (seen.append(len(of)), real(family, of))[1]
         )
-    assert most_held_in(training, training.update) <= training.schedule.step_limit
-    training.end_step()
+    assert most_held_in(training, training.step) <= training.schedule.step_limit
     assert sum(moves["encode"]) == len(training.parts()) > 2 * len(moves["encode"])
     assert max(moves["decode"]) > 1
 
@@ -238,6 +277,7 @@ def test_masters_of_a_group_whose_copy_out_is_refused_are_here_whole(monkeypatch
         return set(encoded)
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="refused"):
+        patch.setattr(Transfers, "has_landed", lambda *of: False)
         patch.setattr(schedule, "encode_together", encodes)
         training.update()
     assert len(encoded) > 1 and not any(slab.is_encoded for slab in encoded)

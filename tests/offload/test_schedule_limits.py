@@ -84,11 +84,11 @@ STEPS = st.lists(
 def test_no_step_holds_more_than_its_limit_nor_than_a_budget_leaves(how, share, steps, calls):
     with pytest.MonkeyPatch.context() as monkeypatch:
         use_small_parts(monkeypatch)
-        training = Training(master_remainders=None, **how)
+        training = Training(**how)
         in_any_case = training.schedule.holding.held_through_step + two_parts(training)
         if share is not None:
             budget = max(POINTS // 2 * how["layer"], how["step"] + in_any_case) + int(share * training.whole)
-            training = Training(master_remainders=None, budget=budget, **how)
+            training = Training(budget=budget, **how)
         schedule, training.calls = training.schedule, calls
         training.pack(False)
         held = held_in_steps(monkeypatch, training)
@@ -163,9 +163,7 @@ def test_states_that_do_not_exist_take_no_memory_and_parts_that_are_no_more_offl
     queue = training.schedule.queue
     assert queue.leaving and queue.slabs
     training.engine.close()
-    assert not (
-        queue.leaving or queue.slabs or queue._position or training.parts() or training.engine.masters.checks_weights
-    )
+    assert not (queue.leaving or queue.slabs or queue._position or training.parts())
     point = partial(training.engine.point, mark(1, WHOLE))
     for verb in (training.engine.release, point, training.engine.reload, training.engine.begin_pass):
         verb()  # somebody still calls it: the host memory is gone
@@ -278,6 +276,7 @@ def test_a_step_that_a_hook_keeps_whole_is_planned_with_all_states_and_that_is_s
         for _ in range(steps):
             held.clear()
             training.step()
+            held.append(training.schedule.ledger.nbytes)
         return training.schedule._plan.step
 
     divided = train(4)

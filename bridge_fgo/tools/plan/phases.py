@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from bridge_fgo.bridge.refusals import is_layer_wise
-from bridge_fgo.sleep.states import WHOLE_MASTERS
+from bridge_fgo.sleep.states import DEFAULTS
 from bridge_fgo.sleep.weights import fitting
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
@@ -140,7 +140,7 @@ def _stage(estimate: Estimate, of_stage: StageEstimate, limit: float) -> StagePh
     # With the flag the states are those that its settings send away, packed where they say so, and come first.
     if not job.flag:
         room = limit - sum(group.host_bytes for group in fitting(weights, limit))
-        states = max(reversed(states_of_stage(held, WHOLE_MASTERS, room)), key=lambda of_rank: of_rank.total)
+        states = max(reversed(states_of_stage(held, DEFAULTS, room)), key=lambda of_rank: of_rank.total)
     elif sum(states.parts) > limit:
         raise ValueError(
             f"--host-memory-limit-gib {limit / 2**30:g}: the flag's engine has {gigabytes(sum(states.parts))} GB of "

@@ -55,7 +55,7 @@ def sum_of(
 
     host_bytes: the most host memory for what is offloaded.
     """
-    codec_of = copied_whole if config.master_remainders is False else Remainders(META).codec_of
+    codec_of = Remainders(META).codec_of if config.master_remainders else copied_whole
     by_kind = {"master": 0, "moment": 0}
     offloaded: list[State] = []
     parts: list[PartLayout] = []
