@@ -184,7 +184,8 @@ def test_a_save_moves_no_state_to_the_gpu_but_masters_that_were_copied_in_part_e
         before, back = seen(), engine.traffic.back
         away = [slab for slab in engine.slabs if slab.is_encoded and slab.state is SlabState.RELEASED]
         save(run, tmp_path, format)
-        assert seen() == before and SlabState.RESIDENT not in before[0]
+        states = [SlabState.OFFLOADING if state is SlabState.RESIDENT else state for state in before[0]]
+        assert seen() == (states, before[1])
         assert engine.traffic.back - back == sum(slab.codec.link_bytes for slab in away)
         assert bool(away) == packed
 

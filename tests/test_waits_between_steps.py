@@ -1,4 +1,4 @@
-"""What Bridge's loop waits for between two steps, by a wait for the whole device: no copy that the next pass can hide."""
+"""What Bridge's loop waits for between two steps: for no copy that the next pass can hide."""
 
 import pytest
 import torch

@@ -20,8 +20,9 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
+from bridge_fgo.offload.advice import Advice
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.states.source import Source
@@ -83,6 +84,8 @@ class NativeEngine(CheckpointingEngine):
         remainders.ready()
         self.masters = PackedMasters(remainders, self._offloaded, transfers)
         self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
+        self._advice = Advice(transfers, meter)
+        self._advises = config.fraction == 1 and budget != "auto"
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
 
@@ -188,7 +191,8 @@ class NativeEngine(CheckpointingEngine):
         self.schedule.kind = kind
         self._stepped = None
         try:
-            yield
+            with self._advice.training_step(self.schedule.is_planned):
+                yield
             if self._stepped is not None:
                 self.is_torn = False
         finally:
@@ -203,8 +207,9 @@ class NativeEngine(CheckpointingEngine):
         # Of a pass that is run again some are on their way back.
         coming = [source for source, each in self._offloaded.items() if each.coming]
         with self.masters.verified(*coming) if coming else nullcontext():
-            for offloaded in self._offloaded.values():
-                send_off(offloaded.moving)
+            moving = [slab for each in self._offloaded.values() for slab in each.moving]
+            self._advice.sent([slab for slab in moving if slab.state is SlabState.RESIDENT and slab.exists()])
+            send_off(moving)
         self.schedule.begin_pass(is_like_others)
 
     @override
@@ -292,6 +297,8 @@ class NativeEngine(CheckpointingEngine):
     @override
     def end_step(self, updated: bool) -> None:
         self.schedule.end_step(updated)
+        if self._advises and (line := self._advice.line(self.schedule.holding.limit)):
+            self.schedule.holding.announce(line)
 
     # Readers and writers.
 

@@ -166,6 +166,10 @@ class Transfers:
         """Return whether the newest copy out is over; the host does not wait for it."""
         return True
 
+    def seconds_between_copies_out(self, first: Movable, last: Movable) -> float | None:
+        """Return the seconds between the ends of the newest copies out of two slabs; None while nobody knows."""
+        return None
+
     def begin_update(self) -> None:
         """Note when the training stream begins to update states."""
 
@@ -407,6 +411,10 @@ class CudaTransfers(Transfers):
     @override
     def has_left(self, slab: Movable) -> bool:
         return self._events(slab)[0].has_happened()
+
+    @override
+    def seconds_between_copies_out(self, first: Movable, last: Movable) -> float | None:
+        return self._events(last)[0].seconds_after(self._events(first)[0])
 
     @override
     def begin_update(self) -> None:
