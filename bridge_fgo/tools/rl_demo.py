@@ -13,8 +13,8 @@ from rich.console import Console
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.arms.runner import ArmRun, Event, compare
 from bridge_fgo.tools.bench.plots import save_picture
-from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
-from bridge_fgo.tools.show import print_parts, readable_bytes, table
+from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, print_parts, run_arms
+from bridge_fgo.tools.show import readable_bytes, table
 
 MODULE = "bridge_fgo.tools.arms.rl.arm"
 ARMS = (("resident", False), ("sleeping", True))

@@ -19,9 +19,10 @@ from bridge_fgo.memory.meters import LEAST_MARGIN
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
+from bridge_fgo.recipes import process
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy
-from bridge_fgo.tools.arms import gpu, shared_config
+from bridge_fgo.tools.arms import gpu
 
 POINTS = {
     "the_offload_begins": (Session, "begin_pass"),
@@ -131,7 +132,7 @@ def touch(file: str) -> None:
 
 def drive(engine: str) -> None:
     """Put `Residency.training_step` around each of Bridge's steps, in the place of the flag: a loop of one's own."""
-    shared_config.use_one_rank_by_default()
+    process.use_one_rank_by_default()
     bridge_fgo.install()
     from megatron.bridge.training import train
     from megatron.core.num_microbatches_calculator import get_num_microbatches

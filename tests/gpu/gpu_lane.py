@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from bridge_fgo.tools.arms import runner
+from bridge_fgo.tools.link import launcher
 
 HERE = Path(__file__).parent
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,7 +49,7 @@ def arm(name: str, folder: Path, *options: str, ranks: int = 1, timeout: float =
     environment = dict(option.split("=", 1) for option in options if re.fullmatch(r"[A-Z_]+=.*", option))
     options = tuple(option for option in options if option.partition("=")[0] not in environment)
     first, *others = in_debug_mode("changed_arm" if environment else ARM)
-    how = {"environment": environment, "launcher": runner.launcher(ranks), "timeout": timeout}
+    how = {"environment": environment, "launcher": launcher(ranks), "timeout": timeout}
     return runner.run_arm(name, first, [*others, *options], folder, **how)
 
 

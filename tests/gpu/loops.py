@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bridge_fgo.tools.bench.command import probe
 from bridge_fgo.tools.bench.figures import rounds_of
 from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn
+from bridge_fgo.tools.link import probe
 
 HERE = Path(__file__).parent
 MOST_APART = 0.1

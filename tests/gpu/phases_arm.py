@@ -67,7 +67,7 @@ class Trainer:
 
             install_standins()
         else:
-            from bridge_fgo.tools.arms.shared_config import make_deterministic
+            from bridge_fgo.tools.arms.gpu import make_deterministic
 
             make_deterministic()
         from megatron.core import parallel_state, tensor_parallel
@@ -177,7 +177,7 @@ def sum_of(tensors: list[Any]) -> int:
 
 def link() -> dict[str, float]:
     """Returns the speed of pinned copies in bytes a second, out and back."""
-    from bridge_fgo.tools.bench.probe import measure
+    from bridge_fgo.tools.link import measure
 
     speeds = measure()
     return {"out": speeds["d2h"], "back": speeds["h2d"]}

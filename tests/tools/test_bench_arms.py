@@ -236,14 +236,3 @@ def test_arms_with_and_without_megatron_fsdp_train_the_same_and_those_with_saves
     checkpoint = config(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
     assert checkpoint.ckpt_format == "torch_dist"
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [("print('{\"d2h\": 1.0}', flush=True); exit(3)", "status 3"), ("pass", "status 0")],
-    ids=["it failed", "it said nothing"],
-)
-def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
-    monkeypatch.setattr(command, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
-    with pytest.raises(command.ArmFailed, match=why):
-        command.probe(1)

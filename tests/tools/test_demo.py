@@ -19,6 +19,7 @@ from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.arms.rl.arm import parse
 from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.main import app
+from bridge_fgo.tools.report import bits
 from bridge_fgo.tools.rl_demo import State, states_of_run
 
 NAN_BITS = 0x7FF8000000000000
@@ -68,8 +69,8 @@ def test_a_digest_that_neither_arm_has_is_no_equality_and_bits_tell_nans_apart_a
         del run.result["digests"]["moments"]
     assert not runner.compare(*runs).bitwise_equal
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
-    assert runner.bits(nan) == runner.bits(nan) != runner.bits(other)
-    assert runner.bits(None) != runner.bits(0.0)
+    assert bits(nan) == bits(nan) != bits(other)
+    assert bits(None) != bits(0.0)
 
 
 # --- following an arm ---
@@ -229,7 +230,7 @@ def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_
 
 @pytest.mark.parametrize("missing", ["megatron.bridge", "megatron.core"])
 def test_what_is_not_installed_is_named_alone(monkeypatch, missing):
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
     assert demo.missing_packages() == [missing.replace(".", "-")]
     status, _, errors = run()
     assert status == 2 and f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in errors

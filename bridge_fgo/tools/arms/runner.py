@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -16,6 +14,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from bridge_fgo.tools.report import bits
 
 LOG_LINES_SHOWN = 30
 TRACEBACK_LINES_SHOWN = 60
@@ -52,13 +52,13 @@ class ArmRun:
         return [event.get(name) for event in self.steps]
 
 
-class ArmFailed(RuntimeError):
+class ArmFailed(ChildProcessError):
     """An arm ended with an error, or without a result; `log_tail`, its note, is what `telling_lines` returns."""
 
     def __init__(self, name: str, why: str, log_tail: str) -> None:
         super().__init__(f"the {name} arm failed: {why}")
         self.log_tail = log_tail
-        self.add_note(log_tail)
+        self.add_note(f"Its last lines:\n{log_tail}")
 
 
 def telling_lines(log: str) -> str:
@@ -145,7 +145,7 @@ class ArmProcess:
     """A running arm: the process of `python LAUNCHER... -m module options... --events FILE` and its events so far.
 
     Leaves `NAME.events.jsonl` and `NAME.log` in the folder; see `file_name`. `on_event` is called with each event as it
-    comes in, `launcher` is what `launcher(ranks)` returns, `environment` has variables beside this process's.
+    comes in, `launcher` is what `link.launcher(ranks)` returns, `environment` has variables beside this process's.
     """
 
     def __init__(
@@ -197,11 +197,6 @@ class ArmProcess:
         return self.arm
 
 
-def launcher(ranks: int) -> tuple[str, ...]:
-    """Return the arguments between `python` and `-m` that start one process for each rank."""
-    return () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-
-
 def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
     """Run an arm, see `ArmProcess`, to its end and return its events; ArmFailed as `result`, or after `timeout` s."""
     arm = ArmProcess(*process, **others)
@@ -216,13 +211,6 @@ def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
     finally:
         arm.end()  # Ctrl-C here must not leave a trainer on the GPU
     return arm.result(late)
-
-
-def bits(value: float | None, as_fp32: bool = False) -> bytes:
-    """Return the bits of a number, none for None: by `==` 0.0 would equal -0.0, and a NaN would differ from itself."""
-    if value is None:
-        return b""
-    return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, launcher, run_arm
+from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, run_arm
 from bridge_fgo.tools.bench.figures import (
     faster,
     legend,
@@ -31,6 +30,7 @@ from bridge_fgo.tools.bench.figures import (
 from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
 from bridge_fgo.tools.bench.plots import draw_step
 from bridge_fgo.tools.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
+from bridge_fgo.tools.link import launcher, probe
 from bridge_fgo.tools.settings import Json, option
 from bridge_fgo.tools.show import table
 
@@ -240,16 +240,6 @@ def run(settings: Settings) -> int:
     if failures:
         return FAILED
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
-
-
-def probe(gpus: int) -> dict[str, float]:
-    """Return the bandwidths of the link in bytes a second, all GPUs copying at once."""
-    command = [sys.executable, *launcher(gpus), "-m", "bridge_fgo.tools.bench.probe"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise ArmFailed("link probe", f"exit status {done.returncode}", done.stderr[-3000:])
-    return json.loads(lines[-1])
 
 
 def budget_gib(resident: ArmRun) -> float:

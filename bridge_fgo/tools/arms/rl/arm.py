@@ -15,8 +15,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from bridge_fgo.tools.arms.gpu import have_the_cpu_stand_in, make_deterministic
 from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.shared_config import have_the_cpu_stand_in, make_deterministic
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
