@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from bridge_fgo.recipes.process import ATTENTION_VARIABLES
-from bridge_fgo.tools.arms.runner import POLL_SECONDS
 from bridge_fgo.tools.link import launcher
+from harness.arms.runner import POLL_SECONDS
 
 PATIENCE = 300
 """Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""

@@ -22,7 +22,7 @@ from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.recipes import process
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy
-from bridge_fgo.tools.arms import gpu
+from harness.arms import gpu
 
 POINTS = {
     "the_offload_begins": (Session, "begin_pass"),
@@ -108,7 +108,7 @@ def brief(found: Any) -> Any:
 
 def touch(file: str) -> None:
     """Touch optimizer state after each step, as `tests/test_touches.py` does on the CPU; a file gets what is found."""
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     sys.path.append(str(Path(__file__).parents[1]))
 
@@ -153,7 +153,7 @@ def sleep(first: str) -> None:
     """After each step from the `first` on, have the training sleep, overwrite what is free, and wake it."""
     from phases_arm import spoil
 
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     class Sleeper(gpu_recorder.ArmRecorder):
         def on_train_step_end(self, context: Any) -> None:
@@ -174,7 +174,7 @@ def turn(lengths: str) -> None:
     """Have sequences take these lengths in turn, in steps and within them."""
     from lengths import in_turn
 
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     timed, each = gpu_recorder.ArmRecorder.timed, [int(length) for length in lengths.split(",")]
     gpu_recorder.ArmRecorder.timed = lambda recorder, step: timed(recorder, in_turn(step, each))  # type: ignore[method-assign]

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.tools.arms import runner
 from bridge_fgo.tools.link import launcher
+from harness.arms import runner
 
 HERE = Path(__file__).parent
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LEAST_RETURNED = 0.98
 """Of what sleeps, the share that the driver has to get."""
-ARM = "bridge_fgo.tools.arms.gpu"
+ARM = "harness.arms.gpu"
 
 # 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
 SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from peers_arm import FILES
+from peers_arm import FILES  # puts tests/ on the path
 
 from bridge_fgo.tools.link import launcher
 

@@ -8,8 +8,8 @@ import pytest
 from built_jobs import config, parsed
 from test_bench import GB, OF_FSDP, checkout, resident_arm
 
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
-from bridge_fgo.tools.bench import command, presets
+from harness.arms.runner import FIRST_COUNTED_STEP
+from harness.bench import command, presets
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
 def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standins):
     from megatron.bridge.training import config as bridge
 
-    from bridge_fgo.tools.arms.gpu import LAYER_WISE_CHUNK_MIB, ask_for_offload
+    from harness.arms.gpu import LAYER_WISE_CHUNK_MIB, ask_for_offload
 
     names = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer",
              "optimizer_state_offload_chunk_size_mb")  # fmt: skip

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -14,13 +15,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bridge_fgo.tools import demo, rl_demo
-from bridge_fgo.tools.arms import runner
-from bridge_fgo.tools.arms.rl.arm import parse
-from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.report import bits
-from bridge_fgo.tools.rl_demo import State, states_of_run
+from harness import demo, rl_demo
+from harness.arms import runner
+from harness.arms.rl.arm import parse
+from harness.arms.rl.options import RlOptions
+from harness.rl_demo import State, states_of_run
 
 NAN_BITS = 0x7FF8000000000000
 
@@ -86,6 +87,12 @@ def test_a_line_that_is_still_being_written_waits(tmp_path):
         file.write(b'ep"}\n')
     assert list(tail.new_events()) == [{"event": "step"}]
     assert list(tail.new_events()) == []
+
+
+def test_an_arm_finds_the_harness_and_the_package_behind_what_is_on_the_path():
+    own = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    for given, path in (({}, []), ({"PYTHONPATH": ""}, []), ({"PYTHONPATH": "mine:too"}, ["mine", "too"])):
+        assert runner.environment_of(given)["PYTHONPATH"].split(os.pathsep) == [*path, *own]
 
 
 def run(*words):
@@ -289,7 +296,7 @@ def run_without_arms(monkeypatch):
 def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_told_why(run_without_arms):
     status, called, printed = run_without_arms("cuda", None, "--layers", "2")
     options = ["--steps", "5", "--layers", "2", "--offload"]
-    assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
+    assert status == 0 and called == [("harness.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and [options[0] for _, options in called] == ["--cpu"] * 2

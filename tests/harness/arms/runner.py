@@ -20,6 +20,7 @@ from bridge_fgo.tools.report import bits
 LOG_LINES_SHOWN = 30
 TRACEBACK_LINES_SHOWN = 60
 POLL_SECONDS = 0.1
+TESTS = Path(__file__).parents[2]
 
 DIGESTS = ("params", "masters", "moments")  # parts of the final state of which an arm leaves a digest
 
@@ -167,7 +168,7 @@ class ArmProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env=environment_of({**os.environ, **(environment or {})}),
             )
 
     def is_running(self) -> bool:
@@ -195,6 +196,12 @@ class ArmProcess:
             why = late or (f"exit status {status}" if status else "it left no result")
             raise ArmFailed(self.arm.name, why, telling_lines(self._log.read_text(errors="replace")))
         return self.arm
+
+
+def environment_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process finds the harness and the package, after what it is given."""
+    path = (given.get("PYTHONPATH"), str(TESTS), str(TESTS.parent))
+    return {**given, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:

@@ -22,16 +22,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bridge_fgo.tools.arms.runner import ArmRun, Comparison, Event, compare, run_arm
 from bridge_fgo.tools.job.answers import missing_packages
 from bridge_fgo.tools.link import launcher
 from bridge_fgo.tools.settings import Json, option
 from bridge_fgo.tools.show import readable_bytes, readable_number, table
+from harness.arms.runner import ArmRun, Comparison, Event, compare, run_arm
 
 NOT_EQUAL = 1
 DEFAULT_STEPS = 20
 TABLE_ROWS = 60
-MODULE = "bridge_fgo.tools.arms.gpu"
+MODULE = "harness.arms.gpu"
 """The module that trains one arm."""
 
 

@@ -1,14 +1,14 @@
 """One training arm: a small GPT through Bridge's own `pretrain()`, on mock data.
 
-    python -m bridge_fgo.tools.arms.gpu --steps 50 --offload on --events events.jsonl
-    torchrun --nproc-per-node 2 -m bridge_fgo.tools.arms.gpu --tp 2 ...
+    PYTHONPATH=tests python -m harness.arms.gpu --steps 50 --offload on --events events.jsonl
+    PYTHONPATH=tests torchrun --nproc-per-node 2 -m harness.arms.gpu --tp 2 ...
 
 With --cpu a smaller GPT of plain torch trains without a GPU. Transformer Engine and CUDA stand in
 (`bridge_fgo.tools.standins`): it shows whether two arms are bitwise equal and how many bytes go, not how fast. Without
 an allocator to ask, peaks are the largest samples of live optimizer state: as a microbatch's forward begins, and after
 a step; `peak_allocated_bytes` is the larger one, `peak_reserved_bytes` 0.
 
-Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover every rank; bytes and times are
+Rank 0 writes the events that `harness.demo` and the tests read. Digests cover every rank; bytes and times are
 rank 0's. Two runs with the same options are bitwise equal, but with `--fused-loss`, and experts with
 `--no-deterministic`.
 """
@@ -37,7 +37,7 @@ LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a t
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options; a combination that makes no sense ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.tools.arms.gpu",
+        prog="python -m harness.arms.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument(
-        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.tools.arms.turns"
+        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see harness.arms.turns"
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -315,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder, CpuRecorder
+    from harness.arms.gpu_recorder import ArmRecorder, CpuRecorder
 
     process.skip_building_what_is_built()
     process.forget_attention_backend()

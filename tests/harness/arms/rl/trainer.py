@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from bridge_fgo.recipes import process, tiny
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying, Rollouts, grpo_loss
+from harness.arms.rl.options import RlOptions
+from harness.arms.rl.task import Copying, Rollouts, grpo_loss
 
 Batch = dict[str, torch.Tensor]
 
