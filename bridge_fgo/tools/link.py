@@ -24,9 +24,10 @@ def launcher(ranks: int) -> tuple[str, ...]:
 
 
 def probe(gpus: int) -> dict[str, float]:
-    """Return what `measure` does of GPUs that copy at once, by processes of their own; ChildProcessError if one fails.
+    """Return what `measure` returns if all GPUs copy at once, each in a process of its own.
 
-    The error's note is the end of their log.
+    Raises:
+        ChildProcessError: the processes failed; the error's note is the end of their log.
     """
     command = [sys.executable, *launcher(gpus), "-m", __name__]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
