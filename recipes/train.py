@@ -17,7 +17,7 @@ import typer
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.memory import copy_queues
-from bridge_fgo.recipes import catalog, hf_config
+from bridge_fgo.recipes import catalog, hf_config, process
 from bridge_fgo.recipes.hf_config import Choice
 from bridge_fgo.recipes.overrides import refuse_without_value
 from bridge_fgo.tools.options import takes_offload_options
@@ -108,7 +108,6 @@ def prepare_pretrain(
 
     import bridge_fgo
     from bridge_fgo.recipes.config import build
-    from bridge_fgo.tools.arms.shared_config import skip_building_what_is_built, use_one_rank_by_default
 
     if settings is not None:
         bridge_fgo.install(settings)
@@ -123,8 +122,8 @@ def prepare_pretrain(
             "tokenizer.tokenizer_model=FOLDER, or fill HF_HOME where there is network"
         )
     if "SLURM_NTASKS" not in os.environ:
-        use_one_rank_by_default()
-    skip_building_what_is_built()
+        process.use_one_rank_by_default()
+    process.skip_building_what_is_built()
     step = importlib.import_module(f"megatron.bridge.{recipe.step}")
     return partial(bridge_pretrain, built.config, step.forward_step)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory import layout
-from bridge_fgo.tools.arms.final_state import mcore_optimizers
+from harness.arms.final_state import mcore_optimizers
 
 WHOLE = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
 PACKED = dataclasses.replace(WHOLE, master_remainders=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from lengths import cut, length_of
 
-from bridge_fgo.tools.arms.shared_config import ON_THE_CPU, container, gpt, layer_spec
+from bridge_fgo.recipes.tiny import ON_THE_CPU, container, gpt, layer_spec
 
 Precision = Literal["bf16", "fp16", "fp32_params"]
 Optimizer = Literal["adam", "muon", "adaptive_muon", "dist_muon"]

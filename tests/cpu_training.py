@@ -15,9 +15,9 @@ import torch
 from cpu_model import CpuOptions, forward_backward_chunks, make_config, make_model, microbatches
 
 import bridge_fgo
-from bridge_fgo.tools.arms import final_state
-from bridge_fgo.tools.arms.final_state import digest
 from bridge_fgo.tools.standins.cuda import fsdp_on_cpu, install_standins
+from harness.arms import final_state
+from harness.arms.final_state import digest
 
 FAULT = 64.0
 """Factor by which an injected fault raises the loss: far above what validation accepts."""

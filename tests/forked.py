@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge_fgo.tools.arms.runner import POLL_SECONDS, launcher
-from bridge_fgo.tools.arms.shared_config import ATTENTION_VARIABLES
+from bridge_fgo.recipes.process import ATTENTION_VARIABLES
+from bridge_fgo.tools.link import launcher
+from harness.arms.runner import POLL_SECONDS
 
 PATIENCE = 300
 """Seconds after which something hangs: what takes some five may import Megatron first, on a busy machine."""
@@ -107,7 +108,7 @@ class Program:
 
 
 class LaunchedRanks:
-    """The processes that `runner.launcher` starts, as `subprocess.Popen` of its command: all end when one fails."""
+    """The processes that `link.launcher` starts, as `subprocess.Popen` of its command: all end when one fails."""
 
     def __init__(self, server: Server, command: list[str], env: dict[str, str], **options) -> None:
         python, *words = command

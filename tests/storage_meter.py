@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.memory.state import local
 from bridge_fgo.states.fsdp import is_fsdp, parameter_groups
-from bridge_fgo.tools.arms.final_state import mcore_optimizers
+from harness.arms.final_state import mcore_optimizers
 
 SMALL = {"layers": 6, "hidden": 64}
 """Options of a model of which no two parts are a third of the states."""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge_fgo
 from bridge_fgo.states.fsdp import FsdpSource
-from bridge_fgo.tools.arms.final_state import mcore_optimizers
+from harness.arms.final_state import mcore_optimizers
 
 pytestmark = pytest.mark.usefixtures("small_parts", "cpu_standins")
 

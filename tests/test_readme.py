@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 MOST_WORDS = 1000
 CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 PAGES = [
-    "README.md", "bridge_fgo/README.md", "bridge_fgo/tools/README.md", "bridge_fgo/tools/bench/README.md",
+    "README.md", "bridge_fgo/README.md", "bridge_fgo/tools/README.md", "tests/harness/README.md",
     "tests/tools/reach.md", "bridge_fgo/sleep/README.md", "bridge_fgo/sleep/PEERS.md", "patches/README.md",
     "recipes/README.md", "tests/README.md",
 ]  # fmt: skip

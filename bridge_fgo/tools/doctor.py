@@ -29,11 +29,9 @@ from bridge_fgo.memory.host_memory import (
     pools,
     total_bytes,
 )
-from bridge_fgo.tools.arms.runner import ArmFailed
-from bridge_fgo.tools.bench.command import probe
-from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.answers import ask_builder, kept_installation
+from bridge_fgo.tools.job.answers import ask_builder, kept_installation, missing_packages
 from bridge_fgo.tools.job.job import Job, read_job
+from bridge_fgo.tools.link import probe
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
@@ -186,7 +184,7 @@ def run(settings: DoctorSettings) -> int:
     if machine.gpus and settings.probe:
         try:
             findings.link_bytes_per_second = probe(len(machine.gpus))
-        except ArmFailed as error:
+        except ChildProcessError as error:
             findings.warnings.append(f"the link was not measured: {error}")
     reason = findings.error or lacking(findings) or next(iter(findings.refusals), "")
     findings.verdict = f"Cannot train here: {reason}" if reason else "Can train here."

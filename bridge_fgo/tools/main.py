@@ -5,6 +5,8 @@ Nothing here imports torch or Megatron, so that `--help` answers at once: each c
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,10 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.recipes.catalog import RECIPES
-from bridge_fgo.tools import demo as demo_command
-from bridge_fgo.tools import report, rl_demo, run_script
-from bridge_fgo.tools.bench import command as bench
-from bridge_fgo.tools.demo import Settings as DemoSettings
+from bridge_fgo.tools import report, run_script
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
@@ -145,13 +144,22 @@ def run_command(
     context.obj.append(request)
 
 
-def demo(settings: DemoSettings) -> int:
-    """Train a small model twice through Megatron-Bridge's own loop and compare.
+def run_of_checkout(context: typer.Context) -> None:
+    """Pass a command on to the harness, which lies beside the package in a checkout and in no wheel."""
+    name, tests = str(context.info_name), Path(__file__).resolve().parents[2] / "tests"
+    if not (tests / "harness").is_dir():
+        typer.echo(f"bridge-fgo {name}: needs a checkout of bridge_fgo: use `uv run bridge-fgo {name}` there", err=True)
+        raise typer.Exit(2)
+    sys.path.insert(0, str(tests))
+    importlib.import_module("harness.commands").app([name, *context.args], prog_name="bridge-fgo")
 
-    Exit status: 0 where the two runs are bitwise equal and the offloaded one released
-    memory, 1 where not, 2 where a run failed.
-    """
-    return (rl_demo if settings.rl else demo_command).run(settings)
+
+for name, short_help in (
+    ("demo", "In a checkout: train twice, resident and offloaded, and compare bit by bit."),
+    ("bench", "In a checkout: measure resident training, this package and its peers on GPUs here."),
+):
+    passed_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, short_help=short_help, context_settings=passed_on, add_help_option=False)(run_of_checkout)
 
 
 def plan(settings: PlanSettings) -> int:
@@ -185,9 +193,6 @@ def doctor(settings: DoctorSettings) -> int:
 
 
 for name, settings, run, short_help, example in (
-    ("demo", DemoSettings, demo, "Train twice, resident and offloaded, and compare bit by bit.", "--steps 10"),
-    ("bench", bench.Settings, bench.run, "Measure resident training, this package and its peers on GPUs here.",
-        "--arms resident,native --preset long"),
     ("report", report.Settings, report.run, "Compare runs that are over: memory saved, step time, bits.",
         "resident/tb_logs offloaded/tb_logs"),
     ("plan", PlanSettings, plan, "Compute a job's memory and copies, with and without the offload. No GPU needed.",

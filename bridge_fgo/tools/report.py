@@ -5,15 +5,16 @@ TensorBoard and W&B show the figures of each run. This says what one run saves a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
+import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from bridge_fgo.tools.arms.runner import bits
 from bridge_fgo.tools.settings import option
 from bridge_fgo.tools.show import readable_bytes, readable_number
 
@@ -153,6 +154,13 @@ class Parity:
     values: tuple[float, float] | None
 
 
+def bits(value: float | None, as_fp32: bool = False) -> bytes:
+    """Return the bits of a number, none for None: by `==` 0.0 would equal -0.0, and a NaN would differ from itself."""
+    if value is None:
+        return b""
+    return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
+
+
 def compare_runs(first: Run, second: Run) -> list[Parity]:
     """Compare every loss and the gradient norm of two runs."""
     losses = {name for name in first.scalars if name.endswith("loss") and "validation" not in name} | {LOSS, GRAD_NORM}
@@ -234,7 +242,7 @@ def _tensorboard(path: Path, name: str) -> Run:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ValueError(f"{path} needs the package tensorboard: pip install 'bridge-fgo[bench]'") from None
+        raise ValueError(f"{path} needs the package tensorboard: pip install 'bridge-fgo[report]'") from None
 
     def begun(file: Path) -> tuple[str, int]:
         """Return when a file was begun: the seconds in its name, then the time on disk."""

@@ -5,24 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.overrides import refuse_without_value
-from bridge_fgo.tools.arms.runner import ArmFailed
 from bridge_fgo.tools.options import takes_offload_options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
-
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """Refuse a file to write whose folder is not there, before the work whose result it is to hold."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
-    return path
 
 
 def option(help: str, *flags: str, **how: Any) -> Any:
@@ -34,8 +25,8 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     """Return a typer command with an option for each field of a dataclass, which exits with what `run` returns.
 
     A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2. So is a
-    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used. Of an arm that failed the
-    lines of its log that tell why are shown too. The help is the docstring of `run`.
+    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used. The error's notes follow: of
+    a process that failed, lines of its log. The help is the docstring of `run`.
 
     The fields of `cls` are annotated by `option`; one of several strings is a Literal. A field `offload` gets the
     arguments of OffloadConfig, from options of their own.
@@ -43,14 +34,10 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     mistakes = (ValueError, OSError, RuntimeError) if issubclass(cls, JobSettings) else (ValueError, OSError)
 
     def command(**given: Any) -> None:
-
         try:
             status = run(cls(**given))
-        except ArmFailed as failure:
-            typer.echo(f"bridge-fgo {name}: {failure}. Its last lines:\n{failure.log_tail}", err=True)
-            raise typer.Exit(2) from None
         except mistakes as error:
-            typer.echo(f"bridge-fgo {name}: {error}", err=True)
+            typer.echo("\n".join([f"bridge-fgo {name}: {error}", *getattr(error, "__notes__", ())]), err=True)
             raise typer.Exit(2) from None
         raise typer.Exit(status)
 

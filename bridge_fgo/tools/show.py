@@ -41,12 +41,3 @@ def table(title: str, heads: Iterable[str], rows: Iterable[Iterable[str]], bold:
     for row in rows:
         made.add_row(*row)
     return made
-
-
-def print_parts(console: Console, parts: dict[str, bool], how: str = "") -> None:
-    """Print which compared parts are equal, by name. how: said after "Bitwise equal" where all of them are."""
-    told = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in parts.items())
-    if all(parts.values()):
-        console.print(f"[bold green]Bitwise equal[/]{how}: {told}.")
-    else:
-        console.print(f"[bold red]NOT bitwise equal[/]: {told}.")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from cpu_training import CpuOptions, CpuTraining
 
-from bridge_fgo.tools.arms.final_state import digest
-from bridge_fgo.tools.arms.runner import EventWriter
 from bridge_fgo.tools.standins import cuda
+from harness.arms.final_state import digest
+from harness.arms.runner import EventWriter
 
 KINDS = ("params", "masters", "moments")
 

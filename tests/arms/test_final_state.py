@@ -6,7 +6,7 @@ from storage_meter import PART_BYTES
 from test_construction import PARTS, training
 
 import bridge_fgo
-from bridge_fgo.tools.arms.final_state import digests_by_parameter, final_state, joined_digests
+from harness.arms.final_state import digests_by_parameter, final_state, joined_digests
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

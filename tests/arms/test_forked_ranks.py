@@ -7,7 +7,7 @@ import sys
 import pytest
 from forked import LaunchedRanks, Server
 
-from bridge_fgo.tools.arms.runner import launcher
+from bridge_fgo.tools.link import launcher
 
 SERVER = Server("torch")
 """One of their own, as those of other tests import Megatron first."""

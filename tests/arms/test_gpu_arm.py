@@ -10,8 +10,8 @@ from lengths import in_turn
 
 import bridge_fgo
 from bridge_fgo.figures import GRADIENT_FIGURES
-from bridge_fgo.tools.arms import gpu
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
+from harness.arms import gpu
+from harness.arms.runner import FIRST_COUNTED_STEP
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -66,7 +66,7 @@ def recorder(tmp_path, monkeypatch, stream):
         monkeypatch.setattr(torch.cuda, name, lambda: 7)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
     monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
@@ -125,7 +125,7 @@ def test_what_comes_after_the_measured_steps_is_in_no_figure_and_the_last_are_pr
         def end(self, path):
             pass
 
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.StepTrace", Trace)
+    monkeypatch.setattr("harness.arms.gpu_recorder.StepTrace", Trace)
 
     def in_step(step):
         stats = SimpleNamespace(
@@ -178,9 +178,9 @@ def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(r
         timed.append(recorder.step / 8)
         return timed[-1]
 
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.host_loop_seconds", loop)
+    monkeypatch.setattr("harness.arms.gpu_recorder.host_loop_seconds", loop)
     other = [7.0] * 5
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.gather", lambda mine: [mine, other])
+    monkeypatch.setattr("harness.arms.gpu_recorder.gather", lambda mine: [mine, other])
     train(recorder, stream)
     _, result = written()
     assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
@@ -210,7 +210,7 @@ def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_no
             stream.now += 3
             writing = True
 
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.maybe_finalize_async_save", finish)
+    monkeypatch.setattr("harness.arms.gpu_recorder.maybe_finalize_async_save", finish)
     train(recorder, stream, after_step=save, context=context)
     _, result = written()
     assert result["save_steps"] == [2, 4]
@@ -226,7 +226,7 @@ def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
             stream.now += 0.25
             return 3
 
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     monkeypatch.setattr(gpu_recorder, "ADDITIONS", Additions())
     assert gpu_recorder.host_loop_seconds() == 0.25
@@ -253,7 +253,7 @@ def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recor
             self.left = 1 if self.turn < 2 else 100  # and the step that it is asked for
 
     recorder._options.turns = "a socket"
-    monkeypatch.setattr("bridge_fgo.tools.arms.gpu_recorder.TurnTaker", Taker)
+    monkeypatch.setattr("harness.arms.gpu_recorder.TurnTaker", Taker)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("give back"))
@@ -282,7 +282,7 @@ class At:
     ids=["of 7 to 9, and not of those that are not measured", "of no first step of a turn"],
 )
 def test_phases_are_those_of_the_steps_that_count_and_not_of_the_wait_for_a_turn(last, counted, turns):
-    from bridge_fgo.tools.arms.gpu_recorder import PhaseClock
+    from harness.arms.gpu_recorder import PhaseClock
 
     clock = PhaseClock(last)
     for step in range(1, 14):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from children import run_python
 
-from bridge_fgo.tools.arms.runner import telling_lines
+from harness.arms.runner import telling_lines
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bridge_fgo.tools.arms.rl.neighbour import OWN_BYTES, Holder, Neighbour
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying, advantages, grpo_loss
+from harness.arms.rl.neighbour import OWN_BYTES, Holder, Neighbour
+from harness.arms.rl.options import RlOptions
+from harness.arms.rl.task import Copying, advantages, grpo_loss
 
 
 def test_prompts_are_those_of_their_seed_and_the_reward_is_the_share_of_letters_at_their_places():

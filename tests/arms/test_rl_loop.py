@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.tools.arms.final_state import final_state, joined_digests
-from bridge_fgo.tools.arms.rl.loop import Iteration, Loop
-from bridge_fgo.tools.arms.rl.options import RlOptions
+from harness.arms.final_state import final_state, joined_digests
+from harness.arms.rl.loop import Iteration, Loop
+from harness.arms.rl.options import RlOptions
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

@@ -10,11 +10,11 @@ import torch
 from children import Ranks, join_group, run_ranks
 from test_rl_loop import SMALL
 
-from bridge_fgo.tools.arms.final_state import final_state, joined_digests
-from bridge_fgo.tools.arms.rl.loop import Loop
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Rollouts
 from bridge_fgo.tools.standins.cuda import install_standins
+from harness.arms.final_state import final_state, joined_digests
+from harness.arms.rl.loop import Loop
+from harness.arms.rl.options import RlOptions
+from harness.arms.rl.task import Rollouts
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 

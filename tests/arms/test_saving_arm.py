@@ -8,7 +8,7 @@ from both import training
 from bridge_loop import train
 from saving import background, configured
 
-from bridge_fgo.tools.arms import gpu
+from harness.arms import gpu
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "deadline")
 
@@ -20,7 +20,7 @@ def record(tmp_path, monkeypatch):
     """Returns what trains with a recorder; it returns the result's event, and the saves under way as steps begin."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder
+    from harness.arms.gpu_recorder import ArmRecorder
 
     finalize = AsyncCallsQueue.maybe_finalize_async_calls
 

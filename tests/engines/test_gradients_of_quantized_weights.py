@@ -14,7 +14,7 @@ from quantized_weights import Float8BlockwiseQTensor, Float8Tensor, NVFP4Tensor,
 import bridge_fgo
 from bridge_fgo.memory.gradient_bucket import BUCKET
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.tools.arms.final_state import final_state, joined_digests
+from harness.arms.final_state import final_state, joined_digests
 
 OPTIONS = SMALL | {"overlap_grad_reduce": True, "bucket_size": 20_000, "layers": 3, "microbatches": 3}
 LAZY = dataclasses.replace(PACKED, master_remainders=False, gradients="lazy")

@@ -19,9 +19,10 @@ from bridge_fgo.memory.meters import LEAST_MARGIN
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
+from bridge_fgo.recipes import process
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.masters import MasterCopy
-from bridge_fgo.tools.arms import gpu, shared_config
+from harness.arms import gpu
 
 POINTS = {
     "the_offload_begins": (Session, "begin_pass"),
@@ -107,7 +108,7 @@ def brief(found: Any) -> Any:
 
 def touch(file: str) -> None:
     """Touch optimizer state after each step, as `tests/test_touches.py` does on the CPU; a file gets what is found."""
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     sys.path.append(str(Path(__file__).parents[1]))
 
@@ -131,7 +132,7 @@ def touch(file: str) -> None:
 
 def drive(engine: str) -> None:
     """Put `Residency.training_step` around each of Bridge's steps, in the place of the flag: a loop of one's own."""
-    shared_config.use_one_rank_by_default()
+    process.use_one_rank_by_default()
     bridge_fgo.install()
     from megatron.bridge.training import train
     from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -152,7 +153,7 @@ def sleep(first: str) -> None:
     """After each step from the `first` on, have the training sleep, overwrite what is free, and wake it."""
     from phases_arm import spoil
 
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     class Sleeper(gpu_recorder.ArmRecorder):
         def on_train_step_end(self, context: Any) -> None:
@@ -173,7 +174,7 @@ def turn(lengths: str) -> None:
     """Have sequences take these lengths in turn, in steps and within them."""
     from lengths import in_turn
 
-    from bridge_fgo.tools.arms import gpu_recorder
+    from harness.arms import gpu_recorder
 
     timed, each = gpu_recorder.ArmRecorder.timed, [int(length) for length in lengths.split(",")]
     gpu_recorder.ArmRecorder.timed = lambda recorder, step: timed(recorder, in_turn(step, each))  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from forked import LaunchedRanks, Server
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 NO_GPU = "no CUDA device; its arms would not be refused"
 MOST_SAID = 4000
@@ -95,9 +95,9 @@ def fused_adam(params, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use
 def check_arm(name: str, module: str, options: list[str], folder: Path, **how: Any) -> runner.ArmRun:
     """Stands in for ``runner.run_arm``."""
     from bridge_fgo.bridge.refusals import refuse_config
-    from bridge_fgo.tools.arms import gpu
-    from bridge_fgo.tools.arms.gpu import build_config
     from bridge_fgo.tools.options import offload_config
+    from harness.arms import gpu
+    from harness.arms.gpu import build_config
 
     own = options[1:] if module == "debug_transfers" else options  # which is told what to run first
     arm = gpu.parse([*own, "--events", str(folder / name)])

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from bridge_fgo.tools.arms import runner
+from bridge_fgo.tools.link import launcher
+from harness.arms import runner
 
 HERE = Path(__file__).parent
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LEAST_RETURNED = 0.98
 """Of what sleeps, the share that the driver has to get."""
-ARM = "bridge_fgo.tools.arms.gpu"
+ARM = "harness.arms.gpu"
 
 # 128M parameters, 1.5 GB of masters and moments; four microbatches a step.
 SMALL = ("--layers", "4", "--hidden", "1024", "--heads", "16", "--seq", "1024", "--mbs", "2", "--gbs", "8")
@@ -48,7 +49,7 @@ def arm(name: str, folder: Path, *options: str, ranks: int = 1, timeout: float =
     environment = dict(option.split("=", 1) for option in options if re.fullmatch(r"[A-Z_]+=.*", option))
     options = tuple(option for option in options if option.partition("=")[0] not in environment)
     first, *others = in_debug_mode("changed_arm" if environment else ARM)
-    how = {"environment": environment, "launcher": runner.launcher(ranks), "timeout": timeout}
+    how = {"environment": environment, "launcher": launcher(ranks), "timeout": timeout}
     return runner.run_arm(name, first, [*others, *options], folder, **how)
 
 

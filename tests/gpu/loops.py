@@ -13,9 +13,12 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bridge_fgo.tools.bench.command import probe
-from bridge_fgo.tools.bench.figures import rounds_of
-from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn
+from bridge_fgo.tools.link import probe
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from harness.bench.figures import rounds_of
+from harness.bench.in_turn import WARM_UP_STEPS, InTurn
 
 HERE = Path(__file__).parent
 MOST_APART = 0.1
@@ -37,9 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turn-steps", type=int, default=5)
     options = parser.parse_args(arguments)
     steps = WARM_UP_STEPS + options.rounds * options.turn_steps
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(HERE), str(HERE.parent), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     size = ["--layers", str(options.layers), *SIZE.split(), "--steps", str(steps)]
     with TemporaryDirectory() as folder:
         arms = {

@@ -29,9 +29,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from peers_arm import FILES
+from peers_arm import FILES  # puts tests/ on the path
 
-from bridge_fgo.tools.arms import runner
+from bridge_fgo.tools.link import launcher
 
 HERE = Path(__file__).parent
 ARM = HERE / "peers_arm.py"
@@ -77,8 +77,7 @@ def environment_of(by: str, peers: Path, folder: Path) -> dict[str, str]:
 def run_arm(kind: str, name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Returns what an arm prints last; {"error": ...} where it failed."""
     by, _, how = name.partition("+")
-    launcher = runner.launcher(options.ranks)
-    command = [sys.executable, *launcher, str(ARM), "--by", by, "--peers", str(options.peers)]
+    command = [sys.executable, *launcher(options.ranks), str(ARM), "--by", by, "--peers", str(options.peers)]
     command += ["--with-ours"] * (how == "ours") + ["--sync"] * options.sync
     if kind == "plain":
         command += ["--layers", str(options.layers), "--cycles", str(options.cycles), "--seconds", str(options.seconds)]

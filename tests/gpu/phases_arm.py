@@ -16,6 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+TESTS = Path(__file__).parents[1]
+sys.path.append(str(TESTS))  # of the harness, and of uses of what is away
+
 CYCLES = 3
 SPOILED_EACH = 4
 """After the first cycles, how often free memory is spoiled: that takes seconds where the GPU has 141 GB."""
@@ -67,7 +70,7 @@ class Trainer:
 
             install_standins()
         else:
-            from bridge_fgo.tools.arms.shared_config import make_deterministic
+            from harness.arms.gpu import make_deterministic
 
             make_deterministic()
         from megatron.core import parallel_state, tensor_parallel
@@ -79,7 +82,7 @@ class Trainer:
         from megatron.core.transformer.enums import AttnBackend
         from megatron.core.transformer.module import Float16Module
 
-        from bridge_fgo.tools.arms.rl.trainer import join
+        from harness.arms.rl.trainer import join
 
         join("cuda" if self.is_cuda else "cpu")
         self.rank, self.ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -177,7 +180,7 @@ def sum_of(tensors: list[Any]) -> int:
 
 def link() -> dict[str, float]:
     """Returns the speed of pinned copies in bytes a second, out and back."""
-    from bridge_fgo.tools.bench.probe import measure
+    from bridge_fgo.tools.link import measure
 
     speeds = measure()
     return {"out": speeds["d2h"], "back": speeds["h2d"]}
@@ -255,8 +258,7 @@ def touch(trainer: Trainer) -> dict[str, Any]:
     """
     import bridge_fgo
 
-    tests = Path(__file__).parents[1]
-    sys.path += [str(tests), str(tests / "sleep")]
+    sys.path.append(str(TESTS / "sleep"))
     from test_touches_while_asleep import USES, Awake
 
     result: dict[str, Any] = {"refused": {}, "others": {}, "losses": [trainer.step(0)]}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, arm, assert_same_shards
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 

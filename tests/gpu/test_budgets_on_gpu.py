@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import ACTIVATIONS, MANY_ACTIVATIONS, NEEDS_CUDA, arm
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 # 1.1 billion parameters, 13.7 GB of masters and moments.
 LARGE = ("--layers", "16", "--hidden", "2048", "--heads", "16", "--seq", "2048", "--mbs", "2", "--gbs", "8")

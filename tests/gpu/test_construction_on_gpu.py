@@ -8,7 +8,7 @@ import pytest
 from gpu_lane import PRECISION_AWARE, arm
 
 from bridge_fgo.memory.layout import BYTES_WHILE_ENQUEUING
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 VOCABULARY = 32000
 # 1.64B parameters, 19.7 GB of masters and moments. A checkpoint has 23 GB.

@@ -6,7 +6,7 @@ import pytest
 from changed_arm import POINTS
 from gpu_lane import PACKED, assert_same_shards, needs_gpus, saving_arm
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 
 def newest(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from bridge_fgo.engines.native import make_transfers
 from bridge_fgo.memory.gradient_bucket import GradientBucket
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.meters import Traffic
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 pytestmark = NEEDS_CUDA
 

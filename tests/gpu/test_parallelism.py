@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import EXPERTS, PACKED, assert_bitwise_equal, assert_same_shards, needs_gpus, saving_arm, side_by_side
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 FSDP = ("--fsdp", "optim_grads_params")
 LAZY, OFF = ("--gradients", "lazy"), ("--layers", "24", "--gradients", "true")

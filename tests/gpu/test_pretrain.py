@@ -22,7 +22,7 @@ from gpu_lane import (
     side_by_side,
 )
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 WHOLE = ("--fsdp", "optim_grads_params")
 PARTS_OF_A_TENSOR = ("--slab-bytes", "1048576")

@@ -6,7 +6,7 @@ import pytest
 from changed_arm import RACES
 from gpu_lane import PACKED, SMALL, arm
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 
 @pytest.mark.gpu

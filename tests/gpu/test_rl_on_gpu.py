@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, needs_gpus
 
-from bridge_fgo.tools import rl_demo
-from bridge_fgo.tools.demo import Settings
+from harness import rl_demo
+from harness.demo import Settings
 
 pytestmark = NEEDS_CUDA
 

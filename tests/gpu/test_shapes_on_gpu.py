@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import SMALL, arm
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 STEPS = 24
 # Attention scores of 4096 tokens hold many times what the states do; those of 512 a fraction of them.

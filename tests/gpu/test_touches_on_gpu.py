@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, SMALL, arm
 
-from bridge_fgo.tools.arms import runner
+from harness.arms import runner
 
 STEPS = ("--steps", "20")
 

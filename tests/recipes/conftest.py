@@ -23,12 +23,11 @@ def launched(monkeypatch):
     """The configs that `train` hands to Bridge."""
     from megatron.bridge.training import pretrain as bridge_pretrain
 
-    from bridge_fgo.recipes import train
-    from bridge_fgo.tools.arms import shared_config
+    from bridge_fgo.recipes import process, train
 
     configs = []
     monkeypatch.setattr(bridge_pretrain, "pretrain", lambda config, forward_step: configs.append(config))
-    monkeypatch.setattr(shared_config, "skip_building_what_is_built", lambda: None)
+    monkeypatch.setattr(process, "skip_building_what_is_built", lambda: None)
     monkeypatch.setattr(train.os, "environ", dict(train.os.environ) | {"RANK": "0"})
     yield configs
     bridge_fgo.uninstall()

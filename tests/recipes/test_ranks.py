@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import bridge_fgo
 from bridge_fgo.bridge import installation
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.recipes import catalog, config, hf_config, train
+from bridge_fgo.recipes import catalog, config, hf_config, process, train
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -140,10 +140,8 @@ def test_a_rank_of_slurm_is_left_to_bridge_to_find(launched, monkeypatch, slurm,
 
 def test_a_rank_does_not_have_bridge_build_what_the_wheel_brings(launched, monkeypatch):
     """`make` in mcore's datasets, without a Makefile there, would end the process."""
-    from bridge_fgo.tools.arms import shared_config
-
     kept = []
-    monkeypatch.setattr(shared_config, "skip_building_what_is_built", lambda: kept.append(len(launched)))
+    monkeypatch.setattr(process, "skip_building_what_is_built", lambda: kept.append(len(launched)))
     train.prepare_pretrain(catalog.find("tiny"), None, "kept", [])()
     assert kept == [0] and len(launched) == 1
 

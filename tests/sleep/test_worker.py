@@ -18,7 +18,7 @@ from saving import assert_same_shards
 from sleeping import KINDS, gone, poison
 
 import bridge_fgo
-from bridge_fgo.tools.arms.shared_config import ON_THE_CPU
+from bridge_fgo.recipes.tiny import ON_THE_CPU
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "fused_adam_in_mcore", "poisoned")
 

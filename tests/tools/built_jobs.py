@@ -3,9 +3,9 @@
 import json
 from functools import cache, partial
 
-from bridge_fgo.tools.arms import gpu
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import Job, job_of
+from harness.arms import gpu
 
 SMALL = "--layers 8 --hidden 256 --ffn 512 --heads 8 --seq 128 --vocab 1000 --mbs 1 --gbs 16 --offload on"
 FSDP = f"{SMALL} --fsdp optim_grads_params"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun
-from bridge_fgo.tools.bench import command, figures, plots, presets
 from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan.systems import floor_seconds
+from harness.arms.runner import ArmFailed, ArmRun
+from harness.bench import command, figures, plots, presets
 
 GB = 10**9
 LINK = {"d2h": 50.0 * GB, "h2d": 55.0 * GB, "duplex": 45.0 * GB}

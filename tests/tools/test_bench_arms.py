@@ -8,8 +8,8 @@ import pytest
 from built_jobs import config, parsed
 from test_bench import GB, OF_FSDP, checkout, resident_arm
 
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP
-from bridge_fgo.tools.bench import command, presets
+from harness.arms.runner import FIRST_COUNTED_STEP
+from harness.bench import command, presets
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
 def test_what_asks_for_the_offload_is_what_the_arm_names(monkeypatch, cpu_standins):
     from megatron.bridge.training import config as bridge
 
-    from bridge_fgo.tools.arms.gpu import LAYER_WISE_CHUNK_MIB, ask_for_offload
+    from harness.arms.gpu import LAYER_WISE_CHUNK_MIB, ask_for_offload
 
     names = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_layer_wise_distributed_optimizer",
              "optimizer_state_offload_chunk_size_mb")  # fmt: skip
@@ -236,14 +236,3 @@ def test_arms_with_and_without_megatron_fsdp_train_the_same_and_those_with_saves
     checkpoint = config(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
     assert checkpoint.ckpt_format == "torch_dist"
-
-
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [("print('{\"d2h\": 1.0}', flush=True); exit(3)", "status 3"), ("pass", "status 0")],
-    ids=["it failed", "it said nothing"],
-)
-def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
-    monkeypatch.setattr(command, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
-    with pytest.raises(command.ArmFailed, match=why):
-        command.probe(1)

@@ -11,10 +11,11 @@ import pytest
 from built_jobs import parsed
 from test_bench import GB, LINK, arm, bench, made_up, names_of, ran  # noqa: F401 (a fixture)
 
-from bridge_fgo.tools.arms.runner import ArmFailed, launcher
-from bridge_fgo.tools.arms.turns import Turnstile, TurnTaker
-from bridge_fgo.tools.bench import command, in_turn
-from bridge_fgo.tools.bench import figures as of_bench
+from bridge_fgo.tools.link import launcher
+from harness.arms.runner import ArmFailed
+from harness.arms.turns import Turnstile, TurnTaker
+from harness.bench import command, in_turn
+from harness.bench import figures as of_bench
 
 # --- the turnstile; ranks are threads ---
 

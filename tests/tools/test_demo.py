@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import struct
 import subprocess
@@ -14,12 +15,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from bridge_fgo.tools import demo, rl_demo
-from bridge_fgo.tools.arms import runner
-from bridge_fgo.tools.arms.rl.arm import parse
-from bridge_fgo.tools.arms.rl.options import RlOptions
 from bridge_fgo.tools.main import app
-from bridge_fgo.tools.rl_demo import State, states_of_run
+from bridge_fgo.tools.report import bits
+from harness import demo, rl_demo
+from harness.arms import runner
+from harness.arms.rl.arm import parse
+from harness.arms.rl.options import RlOptions
+from harness.rl_demo import State, states_of_run
 
 NAN_BITS = 0x7FF8000000000000
 
@@ -68,8 +70,8 @@ def test_a_digest_that_neither_arm_has_is_no_equality_and_bits_tell_nans_apart_a
         del run.result["digests"]["moments"]
     assert not runner.compare(*runs).bitwise_equal
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
-    assert runner.bits(nan) == runner.bits(nan) != runner.bits(other)
-    assert runner.bits(None) != runner.bits(0.0)
+    assert bits(nan) == bits(nan) != bits(other)
+    assert bits(None) != bits(0.0)
 
 
 # --- following an arm ---
@@ -85,6 +87,12 @@ def test_a_line_that_is_still_being_written_waits(tmp_path):
         file.write(b'ep"}\n')
     assert list(tail.new_events()) == [{"event": "step"}]
     assert list(tail.new_events()) == []
+
+
+def test_an_arm_finds_the_harness_and_the_package_behind_what_is_on_the_path():
+    own = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+    for given, path in (({}, []), ({"PYTHONPATH": ""}, []), ({"PYTHONPATH": "mine:too"}, ["mine", "too"])):
+        assert runner.environment_of(given)["PYTHONPATH"].split(os.pathsep) == [*path, *own]
 
 
 def run(*words):
@@ -229,7 +237,7 @@ def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_
 
 @pytest.mark.parametrize("missing", ["megatron.bridge", "megatron.core"])
 def test_what_is_not_installed_is_named_alone(monkeypatch, missing):
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
     assert demo.missing_packages() == [missing.replace(".", "-")]
     status, _, errors = run()
     assert status == 2 and f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in errors
@@ -288,7 +296,7 @@ def run_without_arms(monkeypatch):
 def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_told_why(run_without_arms):
     status, called, printed = run_without_arms("cuda", None, "--layers", "2")
     options = ["--steps", "5", "--layers", "2", "--offload"]
-    assert status == 0 and called == [("bridge_fgo.tools.arms.gpu", [*options, on]) for on in ("off", "on")]
+    assert status == 0 and called == [("harness.arms.gpu", [*options, on]) for on in ("off", "on")]
     assert "median step" in printed and "on the CPU" not in printed
     status, called, printed = run_without_arms("cpu", "the test says so")
     assert status == 0 and [options[0] for _, options in called] == ["--cpu"] * 2

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from bridge_fgo.bridge import compat
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.tools import doctor
+from bridge_fgo.tools import link as link_module
 from bridge_fgo.tools.job import answers, target
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
@@ -528,3 +529,14 @@ def test_full_iteration_graphs_are_told_as_bridge_does(cpu_standins, implementat
     for name in ("cuda_graph_modules", "cuda_graph_scope"):
         config = SimpleNamespace(cuda_graph_impl=implementation, **{name: modules})
         assert captures_full_iteration(config) == is_full_iteration_cuda_graph(config)
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("print('{\"d2h\": 1.0}', flush=True); exit(3)", "status 3"), ("pass", "status 0")],
+    ids=["it failed", "it said nothing"],
+)
+def test_a_link_probe_that_fails_gives_no_figures(monkeypatch, script, why):
+    monkeypatch.setattr(link_module, "launcher", lambda gpus: ("-c", script))  # before "-m" and the probe's module
+    with pytest.raises(ChildProcessError, match=why):
+        link_module.probe(1)

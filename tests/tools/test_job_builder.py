@@ -8,10 +8,10 @@ from built_jobs import FSDP, SMALL, answer, job
 
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.job import answers
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
+from harness.bench.presets import PRESETS
 
 pytestmark = pytest.mark.slow
 

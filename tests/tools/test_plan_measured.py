@@ -11,11 +11,11 @@ import pytest
 from built_jobs import job
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.bench.presets import PRESETS, SLAB_BYTES
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.activations import activation_bytes, backward_of, copied_bytes, tokens_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import floor_seconds, links
+from harness.bench.presets import PRESETS, SLAB_BYTES
 
 pytestmark = pytest.mark.slow
 

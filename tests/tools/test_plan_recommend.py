@@ -10,7 +10,6 @@ from built_jobs import job
 from typer.testing import CliRunner
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.bench.presets import PRESETS
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.job.recomputation import KINDS, OFFLOADED
 from bridge_fgo.tools.main import app
@@ -20,6 +19,7 @@ from bridge_fgo.tools.plan.compute import Compute, compute_of
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
+from harness.bench.presets import PRESETS
 
 pytestmark = pytest.mark.slow
 

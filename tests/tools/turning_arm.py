@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from bridge_fgo.tools.arms.turns import TurnTaker
+from harness.arms.turns import TurnTaker
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int)

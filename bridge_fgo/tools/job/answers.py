@@ -7,6 +7,7 @@ installed; a test holds them against it.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,6 +35,13 @@ DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
 CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", *ALWAYS}
 """Settings of the offload that decide neither a refusal nor the engine."""
 HERE = "<the folder that the job starts in>"  # Bridge puts it before the default of `checkpoint.save`; nobody reads it
+
+
+def missing_packages() -> list[str]:
+    """Return the Megatron packages that cannot be found here (looked for, not imported)."""
+    found = importlib.util.find_spec("megatron") is not None
+    packages = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
+    return [name for name, module in packages.items() if not (found and importlib.util.find_spec(module))]
 
 
 def ask_builder(

@@ -30,7 +30,7 @@ import torch
 from bridge_fgo.bridge.compat import TRANSFORMER, as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.recipes.overrides import overridden
-from bridge_fgo.tools.arms.shared_config import forget_attention_backend
+from bridge_fgo.recipes.process import forget_attention_backend
 from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config

@@ -13,8 +13,7 @@ from bridge_fgo.bridge.compat import settings_in
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.demo import missing_packages
-from bridge_fgo.tools.job.answers import ask_builder, kept_answer
+from bridge_fgo.tools.job.answers import ask_builder, kept_answer, missing_packages
 from bridge_fgo.tools.job.held import Chunk, Held, Tensor
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.target import without_folder

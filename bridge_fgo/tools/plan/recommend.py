@@ -31,7 +31,7 @@ BUDGET = "optimizer.offload.gpu_memory_budget_gib="
 FLAG_ON, FLAG_OFF = "optimizer.offload_optimizer_states=true", "optimizer.offload_optimizer_states=false"
 HYBRID_SECONDS = 0.969 / 1.641e9
 """Seconds that HybridDeviceOptimizer adds to a step for each parameter that a rank updates: in one run on an H200,
-with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`bridge_fgo/tools/bench/README.md`). Where
+with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`tests/harness/README.md`). Where
 several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
 AGAIN = " recomputed"
 """The names of kinds of recomputation end with this."""

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.runner import ArmRun, Event, compare
-from bridge_fgo.tools.bench.plots import save_picture
-from bridge_fgo.tools.demo import NOT_EQUAL, Settings, find_device, run_arms
-from bridge_fgo.tools.show import print_parts, readable_bytes, table
+from bridge_fgo.tools.show import readable_bytes, table
+from harness.arms.rl.options import RlOptions
+from harness.arms.runner import ArmRun, Event, compare
+from harness.bench.plots import save_picture
+from harness.demo import NOT_EQUAL, Settings, find_device, print_parts, run_arms
 
-MODULE = "bridge_fgo.tools.arms.rl.arm"
+MODULE = "harness.arms.rl.arm"
 ARMS = (("resident", False), ("sleeping", True))
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {},

@@ -18,10 +18,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
-from bridge_fgo.tools.arms.turns import WARM_UP, Turnstile
-from bridge_fgo.tools.bench.figures import medians
-from bridge_fgo.tools.bench.presets import read_name
+from harness.arms.runner import FIRST_COUNTED_STEP, POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
+from harness.arms.turns import WARM_UP, Turnstile
+from harness.bench.figures import medians
+from harness.bench.presets import read_name
 
 WARM_UP_STEPS = FIRST_COUNTED_STEP + 2
 """Steps of the turn that does not count: to the first that would count without turns, and the first ones whose masters

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -17,9 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bridge_fgo.tools.report import bits
+
 LOG_LINES_SHOWN = 30
 TRACEBACK_LINES_SHOWN = 60
 POLL_SECONDS = 0.1
+TESTS = Path(__file__).parents[2]
 
 DIGESTS = ("params", "masters", "moments")  # parts of the final state of which an arm leaves a digest
 
@@ -52,13 +53,13 @@ class ArmRun:
         return [event.get(name) for event in self.steps]
 
 
-class ArmFailed(RuntimeError):
+class ArmFailed(ChildProcessError):
     """An arm ended with an error, or without a result; `log_tail`, its note, is what `telling_lines` returns."""
 
     def __init__(self, name: str, why: str, log_tail: str) -> None:
         super().__init__(f"the {name} arm failed: {why}")
         self.log_tail = log_tail
-        self.add_note(log_tail)
+        self.add_note(f"Its last lines:\n{log_tail}")
 
 
 def telling_lines(log: str) -> str:
@@ -145,7 +146,7 @@ class ArmProcess:
     """A running arm: the process of `python LAUNCHER... -m module options... --events FILE` and its events so far.
 
     Leaves `NAME.events.jsonl` and `NAME.log` in the folder; see `file_name`. `on_event` is called with each event as it
-    comes in, `launcher` is what `launcher(ranks)` returns, `environment` has variables beside this process's.
+    comes in, `launcher` is what `link.launcher(ranks)` returns, `environment` has variables beside this process's.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class ArmProcess:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {})},
+                env=environment_of({**os.environ, **(environment or {})}),
             )
 
     def is_running(self) -> bool:
@@ -197,9 +198,10 @@ class ArmProcess:
         return self.arm
 
 
-def launcher(ranks: int) -> tuple[str, ...]:
-    """Return the arguments between `python` and `-m` that start one process for each rank."""
-    return () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+def environment_of(given: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which a process finds the harness and the package, after what it is given."""
+    path = (given.get("PYTHONPATH"), str(TESTS), str(TESTS.parent))
+    return {**given, "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
@@ -216,13 +218,6 @@ def run_arm(*process: Any, timeout: float = math.inf, **others: Any) -> ArmRun:
     finally:
         arm.end()  # Ctrl-C here must not leave a trainer on the GPU
     return arm.result(late)
-
-
-def bits(value: float | None, as_fp32: bool = False) -> bytes:
-    """Return the bits of a number, none for None: by `==` 0.0 would equal -0.0, and a NaN would differ from itself."""
-    if value is None:
-        return b""
-    return struct.pack("<d", ctypes.c_float(value).value if as_fp32 else value)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One run of the GRPO loop, which sleeps between updates or does not.
 
-    python -m bridge_fgo.tools.arms.rl.arm --options '{"steps": 20}' --events events.jsonl
-    torchrun --nproc-per-node 4 -m bridge_fgo.tools.arms.rl.arm --options '{"device": "cuda", "tp": 2, "pp": 2}' ...
+    PYTHONPATH=tests python -m harness.arms.rl.arm --options '{"steps": 20}' --events events.jsonl
+    PYTHONPATH=tests torchrun --nproc-per-node 4 -m harness.arms.rl.arm --options '{"device": "cuda", "tp": 2}' ...
 
 Rank 0 writes the events that `bridge-fgo demo --rl` reads. Digests cover every rank; bytes and seconds are rank 0's.
 """
@@ -15,14 +15,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.shared_config import have_the_cpu_stand_in, make_deterministic
+from harness.arms.gpu import have_the_cpu_stand_in, make_deterministic
+from harness.arms.rl.options import RlOptions
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[RlOptions, Path]:
     """Return the options and the file of events; what cannot be parsed ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.tools.arms.rl.arm",
+        prog="python -m harness.arms.rl.arm",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_deterministic()
     import torch
 
-    from bridge_fgo.tools.arms.final_state import final_state, joined_digests
-    from bridge_fgo.tools.arms.rl.loop import Loop
-    from bridge_fgo.tools.arms.rl.neighbour import Neighbour
-    from bridge_fgo.tools.arms.runner import EventWriter
+    from harness.arms.final_state import final_state, joined_digests
+    from harness.arms.rl.loop import Loop
+    from harness.arms.rl.neighbour import Neighbour
+    from harness.arms.runner import EventWriter
 
     with contextlib.ExitStack() as stack:
         writer = None

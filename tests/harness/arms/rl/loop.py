@@ -16,11 +16,11 @@ import torch
 import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.sleep.moved import Moved
-from bridge_fgo.tools.arms.final_state import states
-from bridge_fgo.tools.arms.rl.neighbour import Neighbour
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying, advantages
-from bridge_fgo.tools.arms.rl.trainer import Sampler, Trainer
+from harness.arms.final_state import states
+from harness.arms.rl.neighbour import Neighbour
+from harness.arms.rl.options import RlOptions
+from harness.arms.rl.task import Copying, advantages
+from harness.arms.rl.trainer import Sampler, Trainer
 
 
 class Diary:

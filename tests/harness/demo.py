@@ -6,7 +6,6 @@ Its JSON events are followed here while it runs. Nothing here imports torch, exc
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import statistics
@@ -19,18 +18,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bridge_fgo.tools.arms.runner import ArmRun, Comparison, Event, compare, launcher, run_arm
-from bridge_fgo.tools.settings import Json, in_a_folder, option
-from bridge_fgo.tools.show import print_parts, readable_bytes, readable_number, table
+from bridge_fgo.tools.job.answers import missing_packages
+from bridge_fgo.tools.link import launcher
+from bridge_fgo.tools.settings import Json, option
+from bridge_fgo.tools.show import readable_bytes, readable_number, table
+from harness.arms.runner import ArmRun, Comparison, Event, compare, run_arm
 
 NOT_EQUAL = 1
 DEFAULT_STEPS = 20
 TABLE_ROWS = 60
-MODULE = "bridge_fgo.tools.arms.gpu"
+MODULE = "harness.arms.gpu"
 """The module that trains one arm."""
+
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file to write whose folder is not there, before the work whose result it is to hold."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +71,6 @@ class Settings:
     def given(self, *names: str) -> dict[str, Any]:
         """Return those of the named settings that the user gave."""
         return {name: value for name in names if (value := getattr(self, name))}
-
-
-def missing_packages() -> list[str]:
-    """Return the Megatron packages that cannot be found here (looked for, not imported)."""
-    found = importlib.util.find_spec("megatron") is not None
-    packages = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
-    return [name for name, module in packages.items() if not (found and importlib.util.find_spec(module))]
 
 
 def choose_device(requested: str) -> tuple[str, str | None]:
@@ -166,6 +168,15 @@ def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Co
     print_parts(console, same.parts)
     if cpu:
         console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
+
+
+def print_parts(console: Console, parts: dict[str, bool], how: str = "") -> None:
+    """Print which compared parts are equal, by name. how: said after "Bitwise equal" where all of them are."""
+    told = ", ".join(f"{name} {'equal' if equal else 'DIFFERENT'}" for name, equal in parts.items())
+    if all(parts.values()):
+        console.print(f"[bold green]Bitwise equal[/]{how}: {told}.")
+    else:
+        console.print(f"[bold red]NOT bitwise equal[/]: {told}.")
 
 
 def median_seconds(arm: ArmRun) -> float:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, ArmRun, compare
-from bridge_fgo.tools.arms.turns import WARM_UP
 from bridge_fgo.tools.plan.systems import floor_seconds
+from harness.arms.runner import FIRST_COUNTED_STEP, ArmRun, compare
+from harness.arms.turns import WARM_UP
 
 RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
 """Fields of an arm's result that tell which steps count and what a save adds. They are the whole step's seconds, those

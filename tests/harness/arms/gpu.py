@@ -1,14 +1,14 @@
 """One training arm: a small GPT through Bridge's own `pretrain()`, on mock data.
 
-    python -m bridge_fgo.tools.arms.gpu --steps 50 --offload on --events events.jsonl
-    torchrun --nproc-per-node 2 -m bridge_fgo.tools.arms.gpu --tp 2 ...
+    PYTHONPATH=tests python -m harness.arms.gpu --steps 50 --offload on --events events.jsonl
+    PYTHONPATH=tests torchrun --nproc-per-node 2 -m harness.arms.gpu --tp 2 ...
 
 With --cpu a smaller GPT of plain torch trains without a GPU. Transformer Engine and CUDA stand in
 (`bridge_fgo.tools.standins`): it shows whether two arms are bitwise equal and how many bytes go, not how fast. Without
 an allocator to ask, peaks are the largest samples of live optimizer state: as a microbatch's forward begins, and after
 a step; `peak_allocated_bytes` is the larger one, `peak_reserved_bytes` 0.
 
-Rank 0 writes the events that `bridge_fgo.tools.demo` and the tests read. Digests cover every rank; bytes and times are
+Rank 0 writes the events that `harness.demo` and the tests read. Digests cover every rank; bytes and times are
 rank 0's. Two runs with the same options are bitwise equal, but with `--fused-loss`, and experts with
 `--no-deterministic`.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.config import STRATEGIES
-from bridge_fgo.tools.arms import shared_config as shared
+from bridge_fgo.recipes import process, tiny
 from bridge_fgo.tools.options import add_offload_options, offload_config
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a t
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the options; a combination that makes no sense ends the process with status 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m bridge_fgo.tools.arms.gpu",
+        prog="python -m harness.arms.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, help="profile two steps more, not among the figures, into this file")
     parser.add_argument(
-        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see bridge_fgo.tools.arms.turns"
+        "--turns", type=Path, help="socket at which to wait for turns on the GPU; see harness.arms.turns"
     )
     parser.add_argument("--events", type=Path, required=True, help="file to append JSON events to")
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -194,23 +194,19 @@ def ask_for_offload(optimizer: Any, options: argparse.Namespace) -> None:
 def build_config(options: argparse.Namespace) -> ConfigContainer:
     """Return the configuration that `pretrain()` runs."""
     import torch
-    import torch.nn.functional as F
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.mixed_precision import bf16_mixed
-    from megatron.core.transformer.enums import AttnBackend
 
-    model = shared.gpt(
+    config = tiny.small_gpt(
+        options.steps + options.extra_steps + (0 if options.trace is None else 2),
+        (options.mbs, options.gbs),
+        options.vocab,
         num_layers=options.layers,
         hidden_size=options.hidden,
         ffn_hidden_size=options.ffn,
         num_attention_heads=options.heads,
         num_query_groups=options.groups,
         seq_length=options.seq,
-        normalization="RMSNorm",
-        activation_func=F.silu,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
         tensor_model_parallel_size=options.tp,
         pipeline_model_parallel_size=options.pp,
         virtual_pipeline_model_parallel_size=options.vpp,
@@ -218,16 +214,12 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         overlap_p2p_comm=options.vpp is not None,
         batch_p2p_comm=options.vpp is None,
         sequence_parallel=options.tp > 1,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        make_vocab_size_divisible_by=128,
-        vocab_size=None,
-        # Deterministic, and does not depend on the cuDNN that is here.
-        attention_backend=AttnBackend.unfused,
         deterministic_mode=options.deterministic,
         # Compiled by torch it ends in one of two results, in one run of an arm and the next.
         cross_entropy_loss_fusion=options.fused_loss,
     )
+    model, optimizer, ddp = config.model, config.optimizer, config.ddp
+    config.scheduler.lr_warmup_iters = min(2, options.steps - 1)
     if options.te_graphs:
         model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
         model.use_te_rng_tracker = True
@@ -250,15 +242,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         model.recompute_granularity, model.recompute_modules = "selective", ["core_attn"]
     elif options.recompute == "full":
         model.recompute_granularity, model.recompute_method, model.recompute_num_layers = "full", "uniform", 1
-    optimizer = bridge.OptimizerConfig(
-        optimizer=options.optimizer,
-        bf16=True,
-        use_distributed_optimizer=options.distributed,
-        clip_grad=1.0,
-        lr=3e-4,
-        min_lr=1e-5,
-        weight_decay=0.01,
-    )
+    optimizer.optimizer, optimizer.use_distributed_optimizer = options.optimizer, options.distributed
     if options.precision_aware:
         optimizer.use_precision_aware_optimizer = True
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.moments_dtype]
@@ -272,64 +256,58 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         optimizer.overlap_cpu_optimizer_d2h_h2d = True
     if options.offload == "on":
         ask_for_offload(optimizer, options)
-    ddp = bridge.DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=options.dp_overlap,
-        overlap_param_gather=options.dp_overlap and options.distributed and not options.layer_wise,
-        use_distributed_optimizer=options.distributed,
-        num_distributed_optimizer_instances=options.instances,
-    )
-    precision: dict[str, Any] = {}
+    ddp.use_distributed_optimizer, ddp.num_distributed_optimizer_instances = options.distributed, options.instances
+    ddp.overlap_grad_reduce = options.dp_overlap
+    ddp.overlap_param_gather = options.dp_overlap and options.distributed and not options.layer_wise
     if options.fp8_weights is not None:
         mixed = bf16_mixed()
         mixed.fp8, mixed.fp8_recipe, mixed.fp8_param_gather = "hybrid", options.fp8_weights, True
-        precision["mixed_precision"] = mixed
+        config.mixed_precision = mixed
     if options.fsdp is not None:
         ddp.use_megatron_fsdp, ddp.data_parallel_sharding_strategy = True, options.fsdp
-    return shared.container(
-        model,
-        optimizer,
-        ddp,
-        iterations=options.steps + options.extra_steps + (0 if options.trace is None else 2),
-        batch=(options.mbs, options.gbs),
-        vocab=options.vocab,
-        seed=1234,
-        scheduler={
-            "lr_decay_style": "cosine",
-            "lr_warmup_iters": min(2, options.steps - 1),
-            "lr_decay_iters": 1000,  # whatever the steps: a short run is the beginning of a long one
-            "override_opt_param_scheduler": True,
-        },
-        dataset={
-            "num_dataset_builder_threads": 1, "data_sharding": True, "dataloader_type": "single", "num_workers": 1,
-        },
-        validation=bridge.ValidationConfig(eval_interval=None, eval_iters=0),
-        checkpoint=bridge.CheckpointConfig(
-            save=None if options.save is None else str(options.save),
-            save_interval=options.save_interval if options.save is not None else None,
-            async_save=options.async_save,
-            async_strategy="mcore",
-            load=None if options.load is None else str(options.load),
-            ckpt_step=options.load_step,
-            load_optim=options.load_optim,
-            ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor",
-            dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
-        ),
-        rng=bridge.RNGConfig(seed=1234),
-        **precision,
-        # Bridge's validation asks for it where passes are captured whole.
-        rerun_state_machine=bridge.RerunStateMachineConfig(check_for_nan_in_loss=not options.full_graphs),
-    )  # fmt: skip
+    config.checkpoint = bridge.CheckpointConfig(
+        save=None if options.save is None else str(options.save),
+        save_interval=options.save_interval if options.save is not None else None,
+        async_save=options.async_save,
+        async_strategy="mcore",
+        load=None if options.load is None else str(options.load),
+        ckpt_step=options.load_step,
+        load_optim=options.load_optim,
+        ckpt_format="torch_dist" if options.fsdp is None else "fsdp_dtensor",
+        dist_ckpt_optim_fully_reshardable=options.fully_reshardable,
+    )
+    # Bridge's validation asks for it where passes are captured whole.
+    config.rerun_state_machine.check_for_nan_in_loss = not options.full_graphs
+    return config
+
+
+def have_the_cpu_stand_in() -> None:
+    """Have a CPU stand in for the GPU in this process, which has not asked for one yet."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
+    from bridge_fgo.tools.standins.cuda import install_standins
+
+    install_standins()
+
+
+def make_deterministic() -> None:
+    """Set what Bridge's deterministic mode asks of the environment, where unset."""
+    import torch
+
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Filling new memory only shows reads of what nobody wrote, and takes time in every arm.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one arm. What goes wrong ends the process with a traceback and a status other than 0."""
     options = parse(arguments)
     if options.cpu:
-        shared.have_the_cpu_stand_in()
-    shared.use_one_rank_by_default()
+        have_the_cpu_stand_in()
+    process.use_one_rank_by_default()
     if options.deterministic:
-        shared.make_deterministic()
+        make_deterministic()
     import bridge_fgo
 
     if (options.offload == "on" or options.activation_waits) and not options.no_install:
@@ -337,13 +315,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from bridge_fgo.tools.arms.gpu_recorder import ArmRecorder, CpuRecorder
+    from harness.arms.gpu_recorder import ArmRecorder, CpuRecorder
 
-    shared.skip_building_what_is_built()
-    shared.forget_attention_backend()
+    process.skip_building_what_is_built()
+    process.forget_attention_backend()
     config, recorder = build_config(options), (CpuRecorder if options.cpu else ArmRecorder)(options)
     if options.cpu:
-        shared.put_on_cpu(config)
+        tiny.put_on_cpu(config)
     config.model.register_post_wrap_hook(recorder.model_is_built)
     # Events that are captured tell no time, and a replay calls no forward step.
     pretrain(config, forward_step if options.full_graphs else recorder.timed(forward_step), callbacks=[recorder])

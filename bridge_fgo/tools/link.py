@@ -1,6 +1,6 @@
 """The link probe: pinned copies between host and GPU, each way alone and both ways at once.
 
-    python -m bridge_fgo.tools.bench.probe
+    python -m bridge_fgo.tools.link
 
 Prints one JSON object, in bytes a second. Under torchrun every rank copies at the same time, and rank 0 prints
 what the slowest got, which is what a step of all ranks gets.
@@ -10,10 +10,33 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 COPY_BYTES = 2**31
 COPIES = 4
+
+
+def launcher(ranks: int) -> tuple[str, ...]:
+    """Return the arguments between `python` and `-m` that start one process for each rank."""
+    return () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+def probe(gpus: int) -> dict[str, float]:
+    """Return what `measure` returns if all GPUs copy at once, each in a process of its own.
+
+    Raises:
+        ChildProcessError: the processes failed; the error's note is the end of their log.
+    """
+    command = [sys.executable, *launcher(gpus), "-m", __name__]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        error = ChildProcessError(f"the link probe failed: exit status {done.returncode}")
+        error.add_note(done.stderr[-3000:])
+        raise error
+    return json.loads(lines[-1])
 
 
 def measure() -> dict[str, float]:

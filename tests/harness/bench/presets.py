@@ -41,7 +41,7 @@ class BenchArm:
     """One arm."""
 
     name: str  # with variables of its own it is `native:CUDA_DEVICE_MAX_CONNECTIONS=1`
-    options: tuple[str, ...]  # of `bridge_fgo.tools.arms.gpu`
+    options: tuple[str, ...]  # of `harness.arms.gpu`
     python_path: str = ""  # comes first in PYTHONPATH
     bitwise: bool = True
     """Whether it has to be bitwise equal to the resident arm: Adam on the CPU rounds otherwise, and so do microbatches

@@ -28,7 +28,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read the trace that `bridge_fgo.tools.arms.gpu_recorder` wrote."""
+    """Read the trace that `harness.arms.gpu_recorder` wrote."""
     with gzip.open(path, "rt") as file:
         raw = json.load(file)
 
@@ -91,7 +91,7 @@ def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError(f"{path.name}: pictures need matplotlib: pip install 'bridge-fgo[bench]'") from None
+        raise ValueError(f"{path.name}: pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")  # which draws to files and needs no display
     from matplotlib import pyplot
 

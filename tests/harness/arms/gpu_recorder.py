@@ -23,15 +23,15 @@ import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
 from bridge_fgo.memory.meters import COMMON_POOL
-from bridge_fgo.tools.arms.final_state import (
+from harness.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
     final_state,
     joined_digests,
     live_state_bytes,
 )
-from bridge_fgo.tools.arms.runner import FIRST_COUNTED_STEP, EventWriter
-from bridge_fgo.tools.arms.turns import TurnTaker
+from harness.arms.runner import FIRST_COUNTED_STEP, EventWriter
+from harness.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
 SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "save_steps")

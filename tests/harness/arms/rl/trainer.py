@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bridge_fgo.tools.arms import shared_config as shared
-from bridge_fgo.tools.arms.rl.options import RlOptions
-from bridge_fgo.tools.arms.rl.task import Copying, Rollouts, grpo_loss
+from bridge_fgo.recipes import process, tiny
+from harness.arms.rl.options import RlOptions
+from harness.arms.rl.task import Copying, Rollouts, grpo_loss
 
 Batch = dict[str, torch.Tensor]
 
@@ -28,7 +28,7 @@ def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
     on_cpu = options.device == "cpu"
     bf16: dict[str, Any] = {"bf16": True, "params_dtype": torch.bfloat16}
     if on_cpu:
-        layers = {**shared.ON_THE_CPU, "transformer_layer_spec": shared.layer_spec}
+        layers = {**tiny.ON_THE_CPU, "transformer_layer_spec": tiny.layer_spec}
         layers["attention_backend"] = AttnBackend.local  # the engine makes its attention's mask only for this one
     else:  # Transformer Engine's layers, which compute the same bits in each run
         layers = {
@@ -44,8 +44,8 @@ def build_config(options: RlOptions, vocab_size: int, ranks: int) -> Any:
             "apply_rope_fusion": False,
         }
     iterations = options.steps * options.updates
-    return shared.container(
-        shared.gpt(
+    return tiny.container(
+        tiny.gpt(
             num_layers=options.layers,
             hidden_size=options.hidden,
             ffn_hidden_size=4 * options.hidden,
@@ -103,8 +103,8 @@ class Trainer:
         self.options = options
         on_cpu = options.device == "cpu"
         join(options.device)
-        shared.skip_building_what_is_built()
-        shared.forget_attention_backend()
+        process.skip_building_what_is_built()
+        process.forget_attention_backend()
         cfg = build_config(options, vocab_size, torch.distributed.get_world_size())
         cfg.validate()
         self.state = GlobalState()

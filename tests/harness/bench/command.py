@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,8 +16,11 @@ from typing import Annotated, Any, Literal
 
 from rich.console import Console
 
-from bridge_fgo.tools.arms.runner import ArmFailed, ArmRun, file_name, launcher, run_arm
-from bridge_fgo.tools.bench.figures import (
+from bridge_fgo.tools.link import launcher, probe
+from bridge_fgo.tools.settings import Json, option
+from bridge_fgo.tools.show import table
+from harness.arms.runner import ArmFailed, ArmRun, file_name, run_arm
+from harness.bench.figures import (
     faster,
     legend,
     make_row,
@@ -28,11 +29,9 @@ from bridge_fgo.tools.bench.figures import (
     table_of,
     table_of_rounds,
 )
-from bridge_fgo.tools.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
-from bridge_fgo.tools.bench.plots import draw_step
-from bridge_fgo.tools.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
-from bridge_fgo.tools.settings import Json, option
-from bridge_fgo.tools.show import table
+from harness.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
+from harness.bench.plots import draw_step
+from harness.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
 
 NOT_EQUAL = 1
 FAILED = 2
@@ -181,7 +180,7 @@ def run(settings: Settings) -> int:
         raise ValueError(f"--gpus {settings.gpus}: torch sees {here} CUDA devices here")
     settings = replace(settings, gpus=settings.gpus or here)
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("pictures need matplotlib: pip install 'bridge-fgo[bench]', or --no-traces")
+        raise ValueError("pictures need matplotlib: pip install matplotlib, or --no-traces")
     settings.size()  # refuses what cannot be before anything starts
     chosen = settings.chosen()
     settings.keep.mkdir(parents=True, exist_ok=True)
@@ -242,16 +241,6 @@ def run(settings: Settings) -> int:
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
 
 
-def probe(gpus: int) -> dict[str, float]:
-    """Return the bandwidths of the link in bytes a second, all GPUs copying at once."""
-    command = [sys.executable, *launcher(gpus), "-m", "bridge_fgo.tools.bench.probe"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise ArmFailed("link probe", f"exit status {done.returncode}", done.stderr[-3000:])
-    return json.loads(lines[-1])
-
-
 def budget_gib(resident: ArmRun) -> float:
     """Return the budget that asks for half of the optimizer state's memory, in GiB."""
     return (resident.result["peak_allocated_bytes"] - resident.result["state_bytes"] / 2) / 2**30
@@ -263,7 +252,7 @@ def trace_path(settings: Settings, arm: BenchArm) -> Path:
 
 
 def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = None) -> list[str]:
-    """Return the options of `bridge_fgo.tools.arms.gpu` for one arm, without those for saves and turns."""
+    """Return the options of `harness.arms.gpu` for one arm, without those for saves and turns."""
     options = [*settings.size(), "--steps", str(settings.train_steps), *arm.options]
     if arm.kind == "half":
         budget = settings.half_budget_gib
@@ -283,10 +272,10 @@ def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = Non
 def _process_of(settings: Settings, arm: BenchArm, options: list[str]) -> dict[str, Any]:
     environment = dict(arm.environment)
     if arm.python_path:
-        paths = [arm.python_path, *sys.path[:1], os.environ.get("PYTHONPATH", "")]
+        paths = [arm.python_path, os.environ.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # an empty one is the current folder
     return {
-        "module": "bridge_fgo.tools.arms.gpu",
+        "module": "harness.arms.gpu",
         "options": options,
         "folder": settings.keep,
         "launcher": launcher(settings.gpus or 1),
@@ -305,7 +294,7 @@ def run_one(settings: Settings, arm: BenchArm, resident: ArmRun | None) -> ArmRu
 
 
 def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
-    """Run all arms at once, see `bridge_fgo.tools.bench.in_turn`; ArmFailed where the first, resident one failed."""
+    """Run all arms at once, see `harness.bench.in_turn`; ArmFailed where the first, resident one failed."""
     return InTurn(
         {arm.name: _process_of(settings, arm, arm_options(settings, arm)) for arm in chosen},
         settings.rounds,

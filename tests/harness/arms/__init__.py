@@ -1,0 +1,1 @@
+"""Arms, what they record, and their runner."""
