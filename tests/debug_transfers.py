@@ -58,6 +58,7 @@ class DebugTransfers(Transfers):
         self.computing, self.on_compute_stream = transfers.computing, transfers.on_compute_stream
         self.back_to_back, self.shares_link = transfers.back_to_back, transfers.shares_link
         self.join, self.wait_for = transfers.join, transfers.wait_for
+        self.mark_out, self.seconds_out = transfers.mark_out, transfers.seconds_out
         self.begin_update, self.landed_in_update = transfers.begin_update, transfers.landed_in_update
         self.finish_in, self.finish_all = transfers.finish_in, transfers.finish_all
         self.limit_pieces, self.forget = transfers.limit_pieces, transfers.forget

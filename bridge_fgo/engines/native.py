@@ -20,7 +20,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.advice import Advice
 from bridge_fgo.offload.profile import Mark
@@ -208,8 +208,7 @@ class NativeEngine(CheckpointingEngine):
         coming = [source for source, each in self._offloaded.items() if each.coming]
         with self.masters.verified(*coming) if coming else nullcontext():
             moving = [slab for each in self._offloaded.values() for slab in each.moving]
-            self._advice.sent([slab for slab in moving if slab.state is SlabState.RESIDENT and slab.exists()])
-            send_off(moving)
+            self._advice.time_copies(moving, send_off)
         self.schedule.begin_pass(is_like_others)
 
     @override

@@ -166,8 +166,11 @@ class Transfers:
         """Return whether the newest copy out is over; the host does not wait for it."""
         return True
 
-    def seconds_between_copies_out(self, first: Movable, last: Movable) -> float | None:
-        """Return the seconds between the ends of the newest copies out of two slabs; None while nobody knows."""
+    def mark_out(self, is_end: bool) -> None:
+        """Note when the newest copy out is over: the begin of a run of copies to be timed, or its end."""
+
+    def seconds_out(self) -> float | None:
+        """Return the seconds between the two marks of `mark_out`; None while nobody knows."""
         return None
 
     def begin_update(self) -> None:
@@ -225,6 +228,10 @@ class Lane:
         self._end_with(done)
         self._copies = done.place = self._copies + 1
 
+    def record(self, event: Event) -> None:
+        """Record an event after the newest copy."""
+        event.record(self._handles[self._turn])
+
     def delay(self, cycles: int) -> None:
         """Have the next copy, and so every later one, begin that many GPU cycles later."""
         with torch.cuda.stream(self._streams[self._turn]):
@@ -265,6 +272,7 @@ class CudaTransfers(Transfers):
         self._here = Event(), Event()
         self.begin_pass()
         self._update = Event(is_timed=True)
+        self._run_out = Event(is_timed=True), Event(is_timed=True)
         self._done = defaultdict[int, tuple[Event, Event]](lambda: (Event(is_timed=True), Event(is_timed=True)))
         """Recorded after the newest copy of each slab out, and in; by the address of its host buffer.
         Not by the slab: that knows its transfers, so neither would go before Python looks for cycles."""
@@ -413,8 +421,12 @@ class CudaTransfers(Transfers):
         return self._events(slab)[0].has_happened()
 
     @override
-    def seconds_between_copies_out(self, first: Movable, last: Movable) -> float | None:
-        return self._events(last)[0].seconds_after(self._events(first)[0])
+    def mark_out(self, is_end: bool) -> None:
+        self._out.record(self._run_out[is_end])
+
+    @override
+    def seconds_out(self) -> float | None:
+        return self._run_out[1].seconds_after(self._run_out[0])
 
     @override
     def begin_update(self) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, StepClock
-from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
 
-TIMED_STEP = 2
-"""The step that is timed, of those that follow one with a plan: the first of them is the first that prefetches, and so
-the first that leaves copies out to the next pass."""
+TIMED_STEP = 3
+"""The step that is timed, of those that follow one with a plan. The first of them is the first that prefetches; after
+it the engine knows what copies out the update hides; and only the third begins with all other states on the GPU."""
 
 MORE_GIB = (2, 4, 8)
 LEAST_SECONDS = 0.01  # of waiting in a step that are worth a line
@@ -29,8 +29,7 @@ class Advice:
         self._transfers, self._meter = transfers, meter
         self._clock = StepClock(meter)
         self._planned = 0  # steps with a plan so far
-        self._sent: Sequence[Slab] = ()  # while their copies out are timed
-        self._rate = 0.0  # of these, in bytes a second, until the line is made
+        self._sent = 0  # bytes of the copies out that were timed, until the line is made
 
     @contextmanager
     def training_step(self, is_planned: bool) -> Iterator[None]:
@@ -50,25 +49,32 @@ class Advice:
     def _is_timed(self) -> bool:
         return self._planned == TIMED_STEP
 
-    def sent(self, slabs: Sequence[Slab]) -> None:
-        """Note what is copied out, one after another, as a pass begins."""
-        self._sent = slabs if self._is_timed else ()
+    def time_copies(self, slabs: Sequence[Slab], send_off: Callable[[Sequence[Slab]], None]) -> None:
+        """Call `send_off`, which copies out what a pass begins with, for some slabs; in the timed step time it."""
+        sent = [number for number, slab in enumerate(slabs) if slab.state is SlabState.RESIDENT and slab.exists()]
+        if not self._is_timed or len(sent) < 2:
+            send_off(slabs)
+            return
+        after = sent[0] + 1  # the first copy also waits for what the training stream holds
+        send_off(slabs[:after])
+        self._transfers.mark_out(is_end=False)
+        send_off(slabs[after:])
+        self._transfers.mark_out(is_end=True)
+        self._sent = sum(slabs[number].nbytes for number in sent[1:])
 
     def line(self, peak: int) -> str:
         """Return the line, once, at the end of a step after the timed one; else nothing.
 
         `peak` is the planned one, in bytes.
         """
-        if len(self._sent) > 1:
-            seconds = self._transfers.seconds_between_copies_out(self._sent[0], self._sent[-1])
-            self._rate = sum(slab.nbytes for slab in self._sent[1:]) / seconds if seconds else 0.0
-            self._sent = ()
-        if not self._rate or (waited := self._clock.seconds()) is None:
+        if not self._sent or not (seconds := self._transfers.seconds_out()):
             return ""
+        if (waited := self._clock.seconds()) is None:
+            return ""
+        rate, self._sent = self._sent / seconds, 0
         most, now = DeviceRoom(self._meter).budget_bytes() // 2**30, peak / 2**30
         budgets = [gib for more in MORE_GIB if (gib := math.ceil(now) + more) <= most]
-        saved = [min(waited, (gib - now) * 2**30 / self._rate) for gib in budgets]
-        self._rate = 0.0
+        saved = [min(waited, (gib - now) * 2**30 / rate) for gib in budgets]
         if waited < LEAST_SECONDS or not budgets:
             return ""
         shorter = ", ".join(f"{gib}: {seconds:.2f} s" for gib, seconds in zip(budgets, saved, strict=True))

@@ -14,8 +14,15 @@ GIB = 2**30
 class Timed(Transfers):
     """Copies out at a GiB a second; the training stream waits a second for each copy that it waits for."""
 
-    def seconds_between_copies_out(self, first, last):
-        return (self.copied - first.nbytes) / GIB
+    seconds = None
+
+    def mark_out(self, is_end):
+        if is_end:
+            self.seconds = (self.training.engine.traffic.out - self.begun) / GIB
+        self.begun = self.training.engine.traffic.out
+
+    def seconds_out(self):
+        return self.seconds
 
     def wait_out(self, slab):
         with self.timing():
@@ -52,7 +59,7 @@ class Clock:
 )
 def test_what_more_memory_saves_is_said_once_unless_it_cannot_be_had(monkeypatch, settings, whole_gib, says, late):
     moves = Timed()
-    training = Training(layer=WHOLE // 3, transfers=moves, **settings)
+    training = Training(layer=WHOLE // 3, transfers=moves, master_remainders=False, **settings)
     monkeypatch.setattr(
         type(training.meter),
         "device_memory",
@@ -64,7 +71,7 @@ def test_what_more_memory_saves_is_said_once_unless_it_cannot_be_had(monkeypatch
     training.engine._advice._clock = clock = Clock(moves, late)
     said = []
     training.schedule.holding.announce = said.append
-    moves.copied = training.whole
+    moves.training = training
     training.steps(9)
     lines = [line for line in said if "training waits" in line]
     assert len(lines) == says
