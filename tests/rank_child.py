@@ -13,7 +13,6 @@ from typing import Any
 
 import both
 import children
-import fake_nccl
 import fused_adam
 import pytest
 from saving import load, save
@@ -78,8 +77,6 @@ class Rank(CpuTraining):
 
     first: list[torch.Tensor]
     """Copies of the first weights."""
-    fakes: fake_nccl.Fakes | None
-    """Stands in for NCCL, where a `Residency` suspends it."""
 
     def __init__(self, options: CpuOptions, rank: int, job: Job, store: str = "store") -> None:
         self.rank, self.job, self._store = rank, job, store
@@ -186,17 +183,11 @@ def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[
         seen: dict[str, Any] = {}
         with Rank(CpuOptions(**job.changes), rank, job) as run:
             how = own[rank] if own else {}
-            run.fakes = fake_nccl.Fakes(setattr) if "nccl" in how else None
             res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
             for _ in range(job.steps):
                 step(run, seen)
                 if res is not None:
                     act(run, res, seen)
-            if run.fakes is not None:
-                if res is not None:
-                    res.offload()
-                    res.close()
-                assert not run.fakes.are_suspended and not run.fakes.used
             return gathered(run, seen)
 
     return run_rank
@@ -322,54 +313,3 @@ def train_and_swap(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
         _ = 1 / 0
     res.reload()
     assert not res.away
-
-
-@asleep
-def suspend_nccl(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
-    """Suspend NCCL (a fake) in each sleep; note what was suspended and resumed, in this order, and what is refused."""
-    fakes = run.fakes
-    assert fakes is not None
-    run.model[0].start_param_sync(force_sync=True)
-    res.keep("now")
-    for kinds in ("params", "grads", "optimizer"):
-        assert not fakes.are_suspended
-        res.offload(kinds)
-    assert fakes.are_suspended
-    seen["log"] = fakes.log
-    seen.setdefault("refused", []).append(error_of(lambda: torch.distributed.barrier(run.groups.dp)))
-    torch.distributed.barrier()
-    fakes.used.clear()
-    for context in (res.only("params"), res.only("grads"), res.weights("now"), res.checkpointing()):
-        with context:
-            assert not fakes.are_suspended
-            torch.distributed.barrier(run.groups.dp)
-        assert fakes.are_suspended
-    for kinds in ("params", "grads", "optimizer"):
-        with res.asleep():
-            assert fakes.are_suspended
-        res.reload(kinds)
-    with res.asleep():
-        assert fakes.are_suspended
-    assert not fakes.are_suspended
-
-
-def suspend_nccl_with_errors(rank: int, job: Job) -> dict[str, Any]:
-    """Run as a rank of a training in which NCCL (a fake) fails to suspend: on all ranks, on the last one, and no more.
-
-    Returns the errors of the sleep and of the wake after it, of each.
-    """
-    seen: dict[str, Any] = {"errors": []}
-    with Rank(CpuOptions(), rank, job) as run:
-        fakes = fake_nccl.Fakes(setattr)
-
-        def fail(fake: fake_nccl.FakeNccl) -> None:
-            if fake.group is run.groups.dp and not fake.is_suspended:
-                raise RuntimeError("invalid usage")
-
-        res = bridge_fgo.Residency(run.model, run.optimizer, CONFIG, nccl="suspend")
-        for when, fails in (("before", True), ("before", False), ("after", rank == job.ranks - 1)):
-            run.step()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fakes, when, fail if fails else lambda fake: None)
-                seen["errors"].append([error_of(act) for act in (res.offload, res.reload)])
-        return seen

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib, nccl
+from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
@@ -162,7 +162,6 @@ def _residency(move: Move, make: bool) -> Residency | None:
             optimizer,
             host_memory_limit_gib=host_memory_limit_gib(),
             frozen_folder=os.environ.get(FOLDER) or None if _has_frozen(chunks) else None,
-            nccl=nccl(),
         )
     except ValueError as error:
         if _refused.get(chunks[0]) != str(error):

@@ -140,7 +140,7 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
 
     Raises:
         ValueError: other settings are installed already, or `config` is not an `OffloadConfig`, or a framework is
-            unknown, or what the environment says to sleeps is wrong, or cannot be honoured here.
+            unknown, or a setting of sleeps in the environment is wrong.
         RuntimeError: the patches do not fit this Bridge or mcore. Nothing is patched then.
     """
     global _installation

@@ -39,7 +39,6 @@ from bridge_fgo.sleep.moved import (
     return_to_driver,
     wait_for_gpu,
 )
-from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
 from bridge_fgo.sleep.refusals import PLAIN, attached_engine, ddp_of, movable_optimizers, refuse_models
 from bridge_fgo.sleep.states import WHOLE_MASTERS, OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
@@ -53,7 +52,6 @@ class Asked(NamedTuple):
     """A verb moves these on this rank."""
 
     units: Sequence[Unit]
-    asks: bool = False  # a user, or a caller, names a kind
     finds: bool = True  # `where` holds for a parameter of this rank
 
 
@@ -61,11 +59,9 @@ class Wake(NamedTuple):
     """A rank tells the others this before a reload."""
 
     finds: bool  # `where` holds for any parameter
-    asks: bool  # for any kind
     moves: bool  # something is away
     wakes_params: bool
     needs_weights: bool  # packed masters need their parameters
-    nccl: list[Key]  # what NCCL has suspended
     places: set[Any]  # of the parameters that are asked for
 
 
@@ -105,12 +101,9 @@ class Residency:
         frozen_folder: a folder in which frozen parameters are kept in files without names, which are not page-locked
             and do not count to the limit. The kernel takes their memory back where it is short. Copies from there are
             slower. None keeps them as all others.
-        nccl: "suspend" returns the memory of NCCL's communicators, too, once every Residency of the process is away;
-            the default process group keeps its own. None has them keep it.
 
     Raises:
-        ValueError: something cannot be offloaded, or NCCL not suspended; names the setting to change. Or the host lacks
-            memory.
+        ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
         RuntimeError: host memory could not be page-locked.
     """
 
@@ -121,7 +114,6 @@ class Residency:
         config: OffloadConfig | None = None,
         host_memory_limit_gib: float | None = None,
         frozen_folder: str | os.PathLike[str] | None = None,
-        nccl: Literal["suspend"] | None = None,
     ) -> None:
         self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
@@ -129,16 +121,12 @@ class Residency:
         self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
-        self._chunks, told = told_by_ranks(
-            lambda: (_accepted(model, optimizer, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
+        self._chunks, limits = told_by_ranks(
+            lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
         )
-        limit = min(each for each, _ in told)
-        self._suspends_nccl = nccl is not None
-        if len({setting for _, setting in told}) > 1:  # told: the others raise too
-            raise ValueError("Residency(nccl='suspend') on some ranks alone: set it on all of them, or on none")
         try:
             with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-                self._make(optimizer, limit, frozen_folder)
+                self._make(optimizer, min(limits), frozen_folder)
         except BaseException:
             self._let_go()
             raise
@@ -274,12 +262,6 @@ class Residency:
         return frozenset(unit.kind for unit in self._units if unit.is_away)
 
     @property
-    def _is_asleep(self) -> bool:
-        """Whether nothing is on the GPU that can leave it; of states a limit of host memory may keep some."""
-        staying = [unit for unit in self._units if unit.is_here and not (unit is self._states and unit.is_away)]
-        return bool(self.away) and not staying
-
-    @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes that are held for all of it."""
         slabs = self._weights.slabs + self._gradients.slabs
@@ -354,20 +336,19 @@ class Residency:
 
     @_verb
     def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool, list[Key]]]:
+        def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool]]:
             given = asked()
             units = [unit for unit in given.units if unit.is_here]
             self._require_no_backward(units, grads)
             self._require_movable(units, grads)
             self._wait_for_collectives()
             wakes = self._states in units and self._lacks_weights
-            return (units, Tally(self._device)), (given.finds, wakes, suspended())
+            return (units, Tally(self._device)), (given.finds, wakes)
 
         (units, tally), votes = told_by_ranks(prepare)
-        _require_found(any(finds for finds, *_ in votes))
-        wakes_params = any(wakes for _, wakes, _ in votes)
+        _require_found(any(finds for finds, _ in votes))
+        wakes_params = any(wakes for _, wakes in votes)
         if wakes_params:
-            self._resume_nccl([nccl for *_, nccl in votes])  # a reader brought states here while all was away
             if woken := [slab for slab in self._weights.read_by_masters if slab.is_away]:
                 tally.moved.woke = ("params",)
                 units += woken
@@ -378,12 +359,7 @@ class Residency:
                 self._weights.make_columnwise()
             return self._offload_alone(units, grads, tally) if units else Moved()
 
-        def note() -> Moved:
-            tally.note_what_stays(self._unhosted)
-            return tally.end()
-
-        moved, nccl = told_by_ranks(lambda: (move(), self._suspendable()))
-        return on_every_rank(note) if self._suspend_nccl(nccl) else moved
+        return on_every_rank(move)
 
     def _offload_alone(self, units: Sequence[Unit], grads: str, tally: Tally) -> Moved:
         """Offload what is on the GPU; no other rank takes part in it."""
@@ -469,16 +445,13 @@ class Residency:
             wakes_params = any(slab.is_away for slab in slabs)
             needs_weights = self._states in units and self._lacks_weights
             places = {slab.place for slab in slabs}
-            told = Wake(given.finds, given.asks, bool(units), wakes_params, needs_weights, suspended(), places)
+            told = Wake(given.finds, bool(units), wakes_params, needs_weights, places)
             return (units, slabs, Tally(self._device)), told
 
         (units, slabs, tally), ranks = told_by_ranks(look)
         _require_found(any(rank.finds for rank in ranks))
         moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
         needs_weights = any(rank.needs_weights for rank in ranks)
-        # Resume also where nothing moves: a model that was made while all others were away uses NCCL.
-        if moves or any(rank.asks for rank in ranks):
-            self._resume_nccl([rank.nccl for rank in ranks])
         if not moves:
             return Moved()
         asked_by_any = set[Any]().union(*(rank.places for rank in ranks)) - {None}
@@ -609,7 +582,7 @@ class Residency:
 
         def everything() -> Asked:
             self._require_open()
-            return Asked(self._units, asks=True)
+            return Asked(self._units)
 
         if self not in _open:
             return
@@ -758,8 +731,7 @@ class Residency:
             wait_for_gpu(self._device)  # whatever stream reads next
             return tally.end()
 
-        _, nccl = told_by_ranks(lambda: (swap(), suspended()))
-        self._resume_nccl(nccl)
+        on_every_rank(swap)
         for slab in slabs:
             slab.gather()
         return on_every_rank(end)
@@ -778,8 +750,7 @@ class Residency:
 
         for slab in on_every_rank(swap):
             slab.gather()
-        _, nccl = told_by_ranks(lambda: (end(), self._suspendable()))
-        self._suspend_nccl(nccl)
+        on_every_rank(end)
 
     @_verb
     def _give_up_swap(self, error: BaseException) -> None:
@@ -887,9 +858,9 @@ class Residency:
 
         def needed() -> Asked:
             if states is None:
-                return Asked([unit for unit in self._units if unit is not self._gradients], asks=True)
+                return Asked([unit for unit in self._units if unit is not self._gradients])
             states.require_whole()
-            return Asked(self._weights.slabs, asks=True)
+            return Asked(self._weights.slabs)
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
@@ -903,28 +874,6 @@ class Residency:
         """Whether states cannot move before weights are reloaded: packed masters need them."""
         reads = self._states is not None and self._states.reads_weights
         return reads and any(slab.is_away for slab in self._weights.read_by_masters)
-
-    def _suspendable(self) -> list[Key] | None:
-        """Return what NCCL may suspend on this rank, to be told; None where something is awake, or nothing is asked."""
-        asked = any(res._suspends_nccl for res in list(_open))
-        if not asked or suspended() or not all(res._is_asleep for res in list(_open)):
-            return None
-        # Race: NCCL unmaps memory that a collective in flight may still use.
-        wait_for_gpu(self._device)
-        return suspendable()
-
-    def _suspend_nccl(self, told: Sequence[list[Key] | None]) -> bool:
-        """Suspend NCCL's communicators where every rank may, and return whether any were."""
-        keys = [each for each in told if each is not None]
-        if len(keys) < len(told) or not any(keys):
-            return False
-        on_every_rank(lambda: suspend(keys))
-        return True
-
-    def _resume_nccl(self, told: Sequence[list[Key]]) -> None:
-        """Resume them before the first collective of a group; the ranks have told what is suspended."""
-        if any(told):
-            resume(on_every_rank(lambda: resumable(told, self._device)))
 
     def _require_open(self, in_block: bool = False) -> None:
         """Raise RuntimeError after `close`, and inside of `weights` where not `in_block`."""
@@ -955,7 +904,7 @@ class Residency:
             raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
         slabs, finds = self._weights.chosen(where) if "params" in found else ([], True)
         others = [unit for unit in self._units if unit.kind != "params" and unit.kind in found]
-        return Asked([*slabs, *others], bool(found), finds)
+        return Asked([*slabs, *others], finds)
 
     def _require_no_backward(self, units: Sequence[Unit], grads: str) -> None:
         if grads not in ("drop", "keep"):
