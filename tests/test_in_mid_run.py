@@ -14,7 +14,6 @@ import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.engines.engine import ATTACHED
 from bridge_fgo.memory.slab import Slab
-from bridge_fgo.sleep import upstream
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -171,18 +170,6 @@ def test_the_norm_of_one_model_leaves_the_masters_of_another_where_they_are():
             state_wrappers.reads_all_masters(lambda model: None, None, (other,), {})
         another.engine.require_readable.assert_called_once_with(masters_only=True)
         assert [slab.state for slab in session.engine.slabs] == released
-
-
-def test_memory_that_offload_to_cpu_frees_is_given_to_the_device():
-    with training(True) as run:
-        steps(run, 3)
-        bridge_fgo.reload_states()
-        ledger, held = session_of(run).engine.schedule.ledger, []
-        with mock.patch.object(upstream, "return_to_driver", lambda device: held.append(ledger.nbytes)):
-            run.optimizer.offload_to_cpu()
-        assert held == [0]
-        run.optimizer.restore_from_cpu()
-        assert ledger.nbytes > 0
 
 
 def test_an_optimizer_that_steps_outside_of_what_is_wired_is_an_error(bridge_train):

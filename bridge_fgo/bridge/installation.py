@@ -237,9 +237,5 @@ def uninstall() -> None:
         from bridge_fgo.bridge.session import close_all
 
         close_all()
-    if "bridge_fgo.sleep.upstream" in sys.modules:
-        from bridge_fgo.sleep import upstream
-
-        upstream.leave_to_mcore()
     _installation.undo()
     _installation = None

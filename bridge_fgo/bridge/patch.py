@@ -191,15 +191,9 @@ class StandAsidePatch(Patch):
 # What a wrapper knows of a call. It passes through without an active session, or an engine that serves the optimizer.
 
 
-@functools.lru_cache(maxsize=64)
-def _signature(function: Wrapped) -> inspect.Signature:
-    """Return the signature of a module's function; a method would keep its object alive here."""
-    return inspect.signature(function)
-
-
 def arguments_of(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the arguments of a call to a patched function, by name."""
-    return _signature(wrapped).bind(*args, **kwargs).arguments
+    return inspect.signature(wrapped).bind(*args, **kwargs).arguments
 
 
 class Call(NamedTuple):
@@ -219,7 +213,7 @@ class Call(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments that were given, by name."""
-        return inspect.signature(self.wrapped).bind(*self.args, **self.kwargs).arguments
+        return arguments_of(self.wrapped, self.args, self.kwargs)
 
     @property
     def is_loading(self) -> bool:

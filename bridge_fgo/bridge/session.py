@@ -267,14 +267,6 @@ class Session:
             yield
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the flag takes; of that for a Residency's states it takes none."""
-        if self._owner is not None:
-            return 0
-        buckets = () if self.gradients is None else self.gradients.buckets
-        return self.engine.host_bytes + sum(bucket.nbytes for bucket in buckets if bucket.has_host)
-
-    @property
     def is_lost(self) -> bool:
         """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
         return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
@@ -361,9 +353,8 @@ def _make_engine(
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(
-            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency or mcore's offload_to_cpu() has moved the states of "
-            "this optimizer before it was attached, by an engine of their own: close() the Residency, or build the "
-            "optimizer anew, and have the states move only when training is set up"
+            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency that was made before has the states of this optimizer, "
+            "by an engine of its own: close() it, and make it once training is set up"
         )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
     held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}

@@ -55,7 +55,6 @@ MCORE = """
 optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
 transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
 distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
-distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
 distributed.param_and_grad_buffer._ParamAndGradBuffer.reset
 distributed.param_and_grad_buffer._ParamAndGradBuffer.scale_gradients
 distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync
