@@ -7,6 +7,7 @@ import functools
 import importlib
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge import framework_names  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
+from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
 PACKED = dataclasses.replace(CONFIG, master_remainders=True)
@@ -259,6 +261,39 @@ def sleep_in_parts(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     seen.setdefault("away", []).append(sorted(res.away))
     res.offload()
     res.reload()
+
+
+def sleep_by_two_threads(rank: int, job: Job) -> dict[str, Any]:
+    """Run as a rank two of whose models sleep by a thread each: on rank 0 the second begins amid the first's move.
+
+    On others it begins after it. Returns the errors, and what is away.
+    """
+    children.join_group(rank, job, timeout=job.timeout)
+    first, second = (bridge_fgo.Residency(torch.nn.Linear(2, 2)) for _ in range(2))
+    is_amid, has_slept = threading.Event(), threading.Event()
+    empty = StorageSlab.empty
+
+    def emptied(slab: StorageSlab) -> int:
+        if rank == 0 and slab in first._weights.slabs:
+            is_amid.set()
+            has_slept.wait(0.5)
+        return empty(slab)
+
+    errors = []
+
+    def sleep_second() -> None:
+        is_amid.wait(60)
+        errors.append(error_of(second.offload))
+        has_slept.set()
+
+    thread = threading.Thread(target=sleep_second)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StorageSlab, "empty", emptied)
+        errors.append(error_of(first.offload))
+        is_amid.set()
+        thread.join()
+    return {"errors": errors, "away": [sorted(res.away) for res in (first, second)]}
 
 
 def error_of(act: Callable[[], object]) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,7 +20,7 @@ from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import SETTINGS, is_installed, settings_of
 from bridge_fgo.config import OffloadConfig, readable
-from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
+from bridge_fgo.engines.ranks import collectives, on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
@@ -69,14 +68,14 @@ _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks o
 
 
 def _verb[**P, R](method: Callable[Concatenate[Residency, P], R]) -> Callable[Concatenate[Residency, P], R]:
-    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
+    """Have calls of several threads wait for each other, on any Residency, outside of autograd and of inference mode.
 
     An inference engine may have left inference mode on.
     """
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turn, torch.inference_mode(False), torch.no_grad(), own():
+        with collectives, torch.inference_mode(False), torch.no_grad(), own():
             return method(self, *args, **kwargs)
 
     return run
@@ -87,7 +86,8 @@ class Residency:
 
     Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
     all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
-    has at most one, which `of` finds. Verbs that several threads call run one after another.
+    has at most one, which `of` finds. Verbs that several threads call, of one or of several, run one after another: all
+    ranks have to begin them in one order.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
@@ -115,22 +115,22 @@ class Residency:
         host_memory_limit_gib: float | None = None,
         frozen_folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: OptimizerStates | None = None
         self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
-        self._chunks, limits = told_by_ranks(
-            lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
-        )
-        try:
-            with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-                self._make(optimizer, min(limits), frozen_folder)
-        except BaseException:
-            self._let_go()
-            raise
-        _open.add(self)
+        with collectives:
+            self._chunks, limits = told_by_ranks(
+                lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
+            )
+            try:
+                with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
+                    self._make(optimizer, min(limits), frozen_folder)
+            except BaseException:
+                self._let_go()
+                raise
+            _open.add(self)
 
     def _make(self, optimizer: Any, limit: float, frozen_folder: str | os.PathLike[str] | None) -> None:
         """Find what moves, and take host memory for it. Between collectives nothing may fail on one rank alone."""

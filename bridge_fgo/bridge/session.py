@@ -30,7 +30,7 @@ from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.native import NativeEngine, make_transfers
-from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
@@ -95,8 +95,9 @@ class Session:
                 return sources, engine
 
             try:
-                sources, engine = on_every_rank(make)
-                pin_on_every_rank(engine)
+                with collectives:
+                    sources, engine = on_every_rank(make)
+                    pin_on_every_rank(engine)
             except BaseException:
                 if self.gradients is not None:
                     self.gradients.close()
@@ -162,8 +163,9 @@ class Session:
             engine.settle()
             self.figures.end_step()
 
-        on_every_rank(settle) if engine.awaits_ranks else settle()
-        engine.end_step(self.updated)
+        with collectives if engine.awaits_ranks else nullcontext():
+            on_every_rank(settle) if engine.awaits_ranks else settle()
+            engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()
         self._compare_peak()
