@@ -1,4 +1,17 @@
-"""install() and uninstall(): applies the table of patches, now or when Bridge is imported."""
+"""install() and uninstall(): applies the table of patches, now or when Bridge is imported.
+
+What is global in a process, beside constants and caches, and what ends it:
+
+- An uninstall: `installation._installation`, `settings._installed`, `settings._written`, `session._sessions`,
+  `session._taken`, `session._newest_stats`, `activation_offload._are_added`, `activation_offload._pinned_for_states`,
+  `patch.warned`, `frameworks._patched_now`, `framework_moves._made`, `framework_moves._models`,
+  `framework_moves._refused`, `framework_moves._left`, `framework_moves._of_new`.
+- The block that has set it: `session._active`, `framework_moves._moved`, `fsdp_wrappers._loaded_into`, `masters._late`.
+- The end of each object in it: `residency._open`, `activation_offload.askers`, `reporting._measurements`,
+  `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`.
+- The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
+  `settings.caller`, and the lock `ranks.collectives`.
+"""
 
 from __future__ import annotations
 
@@ -233,9 +246,10 @@ def uninstall() -> None:
     if _installation is None:
         return
     _installation.check_undo()
-    if "bridge_fgo.bridge.session" in sys.modules:
-        from bridge_fgo.bridge.session import close_all
+    from bridge_fgo.bridge import activation_offload, patch, session
 
-        close_all()
+    session.close_all()
+    activation_offload.forget_waits()
+    patch.warned.clear()
     _installation.undo()
     _installation = None

@@ -28,7 +28,7 @@ Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]  # a wrapt wrapper: (wrapp
 
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
-_warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
+warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
 
 
 class Patch(ABC):
@@ -145,9 +145,9 @@ class FunctionPatch(Patch):
     def _warn_of_a_newer_release(self) -> None:
         distribution, (_, end) = self.distribution, self.series
         version = version_of(distribution)
-        if version == "unknown" or release(version) < end or (distribution, version) in _warned:
+        if version == "unknown" or release(version) < end or (distribution, version) in warned:
             return
-        _warned.add((distribution, version))
+        warned.add((distribution, version))
         warnings.warn(
             f"bridge_fgo: {distribution} {version} is newer than what this bridge-fgo was tested with, which is below "
             f"{end[0]}.{end[1]}. Every function that it wraps has the parameters that it relies on, so it goes on: "

@@ -156,7 +156,7 @@ class Residency:
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
         if settings.activation_waits:
-            activation_offload.add_waits()
+            activation_offload.askers.add(self)
 
     def _find_memory(
         self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool, limit: float
@@ -596,6 +596,7 @@ class Residency:
         for part in reversed(self._parts):
             part.close()
         self._states = None
+        activation_offload.askers.discard(self)
 
     # Several weights.
 

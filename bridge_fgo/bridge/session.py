@@ -470,6 +470,8 @@ def close_all() -> None:
             raise failures[0]
     for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
         gradients.close()
+    _sessions.clear()
+    _taken.clear()
     _newest_stats = None
 
 

@@ -619,33 +619,24 @@ def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_el
         gc.collect()  # they are old objects from here on
         assert len(things) == len(made)
 
-    me = sleeper()
-    gc.unfreeze()  # what `cpu_standins` froze is taken for a user's
-    try:
-        with bridge_fgo.install(frameworks="nemo_rl"):
-            _, sleep, wake = nemo_rl(me.training)
-            for number, (holding, left) in enumerate([((1, 0), 0), ((0,), 1), ((1, 0), 0), ((0,), 1)]):
-                drop_old(*holding)
-                sleep()
-                assert len(things) == left, f"in sleep {number}"
-                assert gc.get_freeze_count() <= framework_moves.PYTHONS_OWN_FROZEN
-                wake()
-                gc.collect()
-            things.clear()
-            drop_old(0)
-            waited = []
-            for _ in range(framework_moves.MOST_OF_NEW):
-                sleep()
-                wake()
-                waited.append(len(things))
-            assert waited == [1] * (framework_moves.MOST_OF_NEW - 1) + [0], "one such sleep was before"
-            gc.freeze()
-            frozen = gc.get_freeze_count()
+    me, frozen = sleeper(), gc.get_freeze_count()  # by `cpu_standins`, as by a user
+    with bridge_fgo.install(frameworks="nemo_rl"):
+        _, sleep, wake = nemo_rl(me.training)
+        for number, (holding, left) in enumerate([((1, 0), 0), ((0,), 1), ((1, 0), 0), ((0,), 1)]):
+            drop_old(*holding)
             sleep()
-            assert gc.get_freeze_count() > 0.9 * frozen
+            assert len(things) == left, f"in sleep {number}"
             wake()
-    finally:
-        gc.freeze()
+            gc.collect()
+        things.clear()
+        drop_old(0)
+        waited = []
+        for _ in range(framework_moves.MOST_OF_NEW):
+            sleep()
+            wake()
+            waited.append(len(things))
+        assert waited == [1] * (framework_moves.MOST_OF_NEW - 1) + [0], "one such sleep was before"
+    assert gc.get_freeze_count() > 0.9 * frozen > 100_000, "what was frozen stays so"
 
 
 def test_nothing_moves_while_a_rank_handles_an_error(modules, sleeper):
