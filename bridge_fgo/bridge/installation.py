@@ -26,6 +26,7 @@ from bridge_fgo.bridge import framework_names
 from bridge_fgo.bridge.settings import set_installed_config
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory.undo import undo_on_error
 
 if TYPE_CHECKING:
     from bridge_fgo.bridge.patch import Patch
@@ -174,11 +175,8 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
     installation.add_frameworks(names)
-    try:
+    with undo_on_error(installation.undo):
         installation.apply_loaded()
-    except BaseException:
-        installation.undo()
-        raise
     installation.keeps_queues = copy_queues.keep_enough()
     installation.calls = 1
     _installation = installation
@@ -224,11 +222,8 @@ def _module_imported(module: ModuleType) -> None:
         install()
     if _installation is None:
         return
-    try:
+    with undo_on_error(uninstall):
         _installation.apply([module])
-    except BaseException:
-        uninstall()
-        raise
 
 
 def uninstall() -> None:

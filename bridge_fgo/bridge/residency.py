@@ -25,6 +25,7 @@ from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.memory.transfers import wait_for_a_while
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.caches import Caches
 from bridge_fgo.sleep.checks import Checks, wrapped_models
 from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
@@ -124,12 +125,9 @@ class Residency:
             self._chunks, limits = told_by_ranks(
                 lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
             )
-            try:
-                with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-                    self._make(optimizer, min(limits), frozen_folder)
-            except BaseException:
-                self._let_go()
-                raise
+            # A tensor that is made in inference mode may not be written outside.
+            with undo_on_error(self._let_go), torch.inference_mode(False):
+                self._make(optimizer, min(limits), frozen_folder)
             _open.add(self)
 
     def _make(self, optimizer: Any, limit: float, frozen_folder: str | os.PathLike[str] | None) -> None:
@@ -376,7 +374,14 @@ class Residency:
             with tally.part("grads"):
                 tally.moved.freed += dropped + self._gradients.empty(kept=False)
                 self._backwards.used()
-        try:
+
+        def give_up() -> None:
+            if states is not None:
+                states.give_up_offload()
+            # Race: weights that stay after all may be written while their copies still read them.
+            wait_for_gpu(self._device)
+
+        with undo_on_error(give_up, self._weights.masters_may_change):
             # Weights first: their copies run while masters are compared, and while the states' are queued.
             self._weights.start_offload(slabs, states is not None, tally)
             if states is not None:
@@ -389,13 +394,6 @@ class Residency:
                 with tally.part("optimizer"):
                     states.end_offload()
                 tally.moved.freed += states.released_bytes - before
-        except BaseException:
-            if states is not None:
-                states.give_up_offload()
-            # Race: weights that stay after all may be written while their copies still read them.
-            wait_for_gpu(self._device)
-            self._weights.masters_may_change()
-            raise
         if keeps:
             tally.copy("grads", self._gradients.copy_out())
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
@@ -488,15 +486,12 @@ class Residency:
             return tally.end()
 
         self._weights.masters_come = True
-        try:
+        with undo_on_error(lambda: self._weights.masters_came(tally)):
             if needs_weights:
                 self._weights.reload(slabs, tally)
             elif wakes_params:
                 self._weights.reload(slabs, tally, reload_others)
             return on_every_rank(finish)
-        except BaseException:
-            self._weights.masters_came(tally)
-            raise
 
     @contextmanager
     def only(
@@ -648,12 +643,10 @@ class Residency:
             wait_for_gpu(self._device)
             return tally.end()
 
-        try:
+        # On some rank it would have another's values, or none.
+        # Race: copies that are queued write host memory that goes.
+        with undo_on_error(lambda: wait_for_gpu(self._device), lambda: self.drop(name)):
             return on_every_rank(copy)
-        except BaseException:  # on some rank it has another's values, or none
-            wait_for_gpu(self._device)  # Race: copies that are queued write host memory that goes.
-            self.drop(name)
-            raise
 
     @_verb
     def drop(self, name: str) -> None:

@@ -34,6 +34,7 @@ from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pi
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
@@ -94,14 +95,9 @@ class Session:
                     engine.hosts_beside = self.gradients.map_hosts()
                 return sources, engine
 
-            try:
-                with collectives:
-                    sources, engine = on_every_rank(make)
-                    pin_on_every_rank(engine)
-            except BaseException:
-                if self.gradients is not None:
-                    self.gradients.close()
-                raise
+            with undo_on_error(lambda: self.gradients and self.gradients.close()), collectives:
+                sources, engine = on_every_rank(make)
+                pin_on_every_rank(engine)
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import readable
+from bridge_fgo.memory.undo import undo_on_error
 
 own = torch._C.DisableTorchFunctionSubclass  # context of code that knows where memory is: nothing in it is a touch
 
@@ -228,8 +229,5 @@ def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
         storage.resize_(nbytes)
         return
     torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
-    try:
+    with undo_on_error(lambda: torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, why)):
         storage.resize_(nbytes)
-    except BaseException:
-        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, why)
-        raise

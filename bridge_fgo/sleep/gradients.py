@@ -11,6 +11,7 @@ from bridge_fgo.engines.gradients import buckets_of
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.moved import Kind, map_hosts
 
 COMES_BY = "Residency.reload('grads')"
@@ -110,12 +111,8 @@ class Gradients:
         """
         kept = self._reload_buckets()
         away = [slab for slab in self.slabs if slab.is_away]
-        try:
+        with undo_on_error(*(slab.empty for slab in away)):
             taken = sum(slab.fill(zeroed=not self.is_kept) for slab in away)
-        except BaseException:
-            for slab in away:
-                slab.empty()
-            raise
         copied = sum(slab.copy_in() for slab in away) if self.is_kept else 0
         self.is_kept = False
         return taken + kept, copied + kept

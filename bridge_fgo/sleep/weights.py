@@ -15,6 +15,7 @@ from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
@@ -425,14 +426,9 @@ class Weights:
                     tally.moved.freed -= slab.fill(zeroed=True)
                 tally.copy("params", self._write(slabs))
 
-        try:
+        # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
+        with undo_on_error(lambda: wait_for_gpu(self._device), *(slab.empty for slab in slabs)):
             on_every_rank(fill_and_write)
-        except BaseException:
-            # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
-            wait_for_gpu(self._device)
-            for slab in slabs:
-                slab.empty()
-            raise
         for slab in slabs:
             slab.forget_masters()
             slab.is_on_host = False
