@@ -96,22 +96,14 @@ def test_stats_are_there_after_training_and_hold_no_memory():
     assert bridge_fgo.stats() is None
 
 
-@pytest.mark.parametrize("cause", ["no memory", "weights changed"])
-def test_an_uninstall_that_cannot_bring_the_states_back_leaves_all_as_it_was_and_may_be_called_again(cause):
+def test_an_uninstall_without_memory_for_the_states_leaves_all_as_it_was_and_may_be_called_again():
     # Without the bindings the next step or save would meet tensors with no memory behind them.
     with as_resident(6) as run:
         handle = bridge_fgo.install(PACKED)
         steps(run, 3)
-        session, weight = session_of(run), next(run.model[0].parameters())
-        before = weight.detach().clone()
-        broken, message = mock.patch.object(Slab, "allocate", NO_MEMORY), "none left"
-        if cause == "weights changed":
-            session.engine.offload_now()
-            weight.data.add_(1)
-            broken, message = contextlib.nullcontext(), "weights of the model"
-        with broken, pytest.raises(RuntimeError, match=message):
+        session = session_of(run)
+        with mock.patch.object(Slab, "allocate", NO_MEMORY), pytest.raises(RuntimeError, match="none left"):
             bridge_fgo.uninstall()
-        weight.data.copy_(before)
         assert bridge_fgo.install() is handle
         assert not session.closed
         steps(run)

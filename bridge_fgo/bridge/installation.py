@@ -229,13 +229,15 @@ def _module_imported(module: ModuleType) -> None:
 def uninstall() -> None:
     """Reload all states, detach from the optimizers and restore every patched binding exactly.
 
-    Does nothing if nothing is installed.
+    Does nothing if nothing is installed. Masters that cannot be reloaded, because weights were changed while they were
+    copied in part, are given up: a line says so, and using one is an error from then on. Everything else is reloaded,
+    but states that a `Residency` has and cannot reload, which stay as they are.
 
     Raises:
-        RuntimeError: another patch lies on top of a binding; the message names it. Or states cannot be reloaded: there
-            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. The bindings then
-            stay, because without them code that uses the states would find no memory behind them. Remove the cause and
-            call it again.
+        RuntimeError: another patch lies on top of a binding; the message names it. Or there is no memory to reload the
+            states (`torch.cuda.OutOfMemoryError`), or to reload masters the weights are needed, which are offloaded.
+            The bindings then stay, because without them code that uses the states would find no memory behind them.
+            Remove the cause and call it again.
     """
     global _installation
     if _installation is None:

@@ -47,6 +47,10 @@ _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _taken: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of every session: a model outlives its optimizer
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
+GIVEN_UP = (
+    "master weights were given up by bridge_fgo.uninstall(): weights of the model were changed while these were "
+    "offloaded in part (OffloadConfig.master_remainders); build the optimizer anew and resume from the last checkpoint"
+)
 ENOUGH_RELEASED = 0.95  # share of the planned bytes whose release proves that the flag is no silent no-op
 
 
@@ -274,20 +278,27 @@ class Session:
         own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
         return any(id(chunk) in own for chunk in chunks)
 
-    def close(self) -> None:
+    def close(self, gives_up: bool = False) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers.
 
-        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can.
+        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can. If it
+        `gives_up`, masters for which that is so as weights were changed are lost, and a line says so; and the states of
+        a Residency stay with it as they are.
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
-        if self._owner is None:
-            self.engine.close()
+        if self._owner is not None:
+            self._owner.stop_driving(reloads=not gives_up)
+            if gives_up:
+                warn("optimizer state stays off the GPU with its Residency, which could not reload it")
         else:
-            self._owner.stop_driving()
+            lost = gives_up and isinstance(self.engine, NativeEngine) and self.engine.give_up_masters(GIVEN_UP)
+            if lost:
+                warn(f"{readable(lost)} of {GIVEN_UP}")
+            self.engine.close()
         if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for leaf in self._leaves:
@@ -458,11 +469,11 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
 
 
 def close_all() -> None:
-    """End every session that can be closed, and forget the figures; raise as `Session.close`."""
+    """End every session, and forget the figures; raise as `Session.close` that gives up."""
     global _newest_stats
     if _close_sessions():
         gc.collect()  # of a training that is over only a cycle of references may be left
-        if failures := _close_sessions():
+        if failures := _close_sessions(gives_up=True):
             raise failures[0]
     for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
         gradients.close()
@@ -471,7 +482,7 @@ def close_all() -> None:
     _newest_stats = None
 
 
-def _close_sessions() -> list[RuntimeError | TimeoutError]:
+def _close_sessions(gives_up: bool = False) -> list[RuntimeError | TimeoutError]:
     failures: list[RuntimeError | TimeoutError] = []
     for session in _open_sessions():
         if session.is_lost:  # and only to be thrown away: nothing can be brought back
@@ -479,7 +490,7 @@ def _close_sessions() -> list[RuntimeError | TimeoutError]:
             session.closed = True
             continue
         try:
-            session.close()
+            session.close(gives_up)
         except (RuntimeError, TimeoutError) as error:  # the others are closed all the same
             failures.append(error)
     return failures

@@ -145,6 +145,18 @@ def _touch(tensor: torch.Tensor) -> None:
     touched(tensor)
 
 
+def give_up(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage, why: str) -> None:
+    """Have whoever uses guarded tensors of an emptied storage get a RuntimeError for good: nobody can fill it again."""
+
+    def touched(tensor: torch.Tensor) -> None:
+        raise RuntimeError(why)
+
+    for tensor in tensors:
+        vars(tensor)[GUARD] = lambda: touched
+    fill(storage, 0, why)  # one that refuses its address cannot be told another reason
+    empty(storage, why)
+
+
 def touch_all(value: Any) -> None:
     """Touch what is guarded of a tensor, or of lists, tuples and dictionaries of them, for a reader in C++."""
     for tensor in _guarded_in(value):

@@ -242,13 +242,14 @@ class OptimizerStates:
         self.is_driven = True
         self.may_be_unchanged = False
 
-    def stop_driving(self) -> None:
-        """Make the states resident, and be attached no more; the engine stays.
+    def stop_driving(self, reloads: bool = True) -> None:
+        """Make the states resident if it `reloads`, and be attached no more; the engine stays.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: as `reload`; it stays attached then.
         """
-        self.engine.require_writable()
+        if reloads:
+            self.engine.require_writable()
         self.is_driven = False
         if self._copies is not None:
             self._copies.forget()

@@ -313,3 +313,25 @@ def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_ste
         assert res.away == set()  # an uninstall makes states resident
         seen.append(step(training))
     assert (seen, training.digests()) == expected
+
+
+def test_an_uninstall_leaves_masters_whose_weights_were_changed_with_their_residency(capsys):
+    expected = trained(3)
+    with CpuTraining(options()) as training:
+        with bridge_fgo.install():
+            res = residency(training, config=PACKED)
+            seen = [step(training, context=res.training_step) for _ in range(2)]
+            res.offload("optimizer")
+            weight = next(training.model[0].parameters()).detach().view(-1)
+            kept = weight[:1].clone()
+            weight[:1] += 1
+        assert res.away == {"optimizer"}
+        assert capsys.readouterr().out.count("stays off the GPU with its Residency") == 1
+        with pytest.raises(RuntimeError, match=r"call reload\('optimizer'\) first"):
+            training.optimizer.step()
+        with pytest.raises(RuntimeError, match="weights of the model were changed"):
+            res.reload()
+        weight[:1] = kept
+        res.close()
+        seen.append(step(training))
+        assert (seen, training.digests()) == expected
