@@ -87,8 +87,8 @@ class Residency:
 
     Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
     all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
-    has at most one, which `of` finds. Verbs that several threads call, of one or of several, run one after another: all
-    ranks have to begin them in one order.
+    has at most one, which `of` finds. Verbs that several threads call, also on different objects, run one after
+    another; every rank has to begin them in the same order.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
