@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import fake_nccl
 import pytest
 import torch
 from both import PACKED, SMALL, session_of, steps, training
@@ -41,7 +40,6 @@ from bridge_fgo.memory.slab import StillShared  # noqa: E402
 from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
-from bridge_fgo.sleep.nccl import refusal  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.states.masters import MasterCopy  # noqa: E402
 
@@ -200,7 +198,6 @@ VERBS_OWN = {
     "WeightSlab.forget_masters",
     "_require_found",
     "_verb.<locals>.run",
-    *("Residency._suspend_nccl", "Residency._resume_nccl", "suspend", "resume", "_told_by_all"),
 }
 """Functions that have the collectives in them or call those that do; and between them one that sets attributes, and two
 that look at what all ranks were told."""
@@ -295,8 +292,6 @@ def fail_at_each_place(rank: int, job: Job) -> list:
     Returns what was seen, as `OneFails` has it.
     """
     with Rank(CpuOptions(**SMALL, **job.changes), rank, job) as run:
-        fakes = fake_nccl.Fakes(setattr)
-        nccl = None if refusal() else "suspend"  # with what everything that sleeps ends
         run.step()
         gc.freeze()  # each of a thousand sleeps looks for aliases among all objects that Python's collector lists
         one = OneFails(run, job)
@@ -305,7 +300,7 @@ def fail_at_each_place(rank: int, job: Job) -> list:
 
             def make(packs=packs, made=made) -> None:
                 config = bridge_fgo.OffloadConfig(engine="native", master_remainders=packs)
-                made[:] = [bridge_fgo.Residency(run.model, run.optimizer, config, nccl=None if packs else nccl)]
+                made[:] = [bridge_fgo.Residency(run.model, run.optimizer, config)]
 
             def let_go(made=made) -> None:
                 while made:
@@ -343,7 +338,6 @@ def fail_at_each_place(rank: int, job: Job) -> list:
                     with made[0].weights("first"):
                         assert _weights(run) == first
             made[0].close()
-        assert nccl is None or (len(fakes.log) > 1000 and not fakes.used)
         return one.seen
 
 

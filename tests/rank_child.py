@@ -7,13 +7,13 @@ import functools
 import importlib
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import both
 import children
-import fake_nccl
 import fused_adam
 import pytest
 from saving import load, save
@@ -31,6 +31,7 @@ import bridge_fgo  # noqa: E402
 from bridge_fgo.bridge import framework_names  # noqa: E402
 from bridge_fgo.bridge.session import SESSION  # noqa: E402
 from bridge_fgo.memory import layout  # noqa: E402
+from bridge_fgo.memory.storage_slab import StorageSlab  # noqa: E402
 
 CONFIG = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20)
 PACKED = dataclasses.replace(CONFIG, master_remainders=True)
@@ -78,8 +79,6 @@ class Rank(CpuTraining):
 
     first: list[torch.Tensor]
     """Copies of the first weights."""
-    fakes: fake_nccl.Fakes | None
-    """Stands in for NCCL, where a `Residency` suspends it."""
 
     def __init__(self, options: CpuOptions, rank: int, job: Job, store: str = "store") -> None:
         self.rank, self.job, self._store = rank, job, store
@@ -186,17 +185,11 @@ def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[
         seen: dict[str, Any] = {}
         with Rank(CpuOptions(**job.changes), rank, job) as run:
             how = own[rank] if own else {}
-            run.fakes = fake_nccl.Fakes(setattr) if "nccl" in how else None
             res = bridge_fgo.Residency(run.model, run.optimizer, **how) if job.offload else None
             for _ in range(job.steps):
                 step(run, seen)
                 if res is not None:
                     act(run, res, seen)
-            if run.fakes is not None:
-                if res is not None:
-                    res.offload()
-                    res.close()
-                assert not run.fakes.are_suspended and not run.fakes.used
             return gathered(run, seen)
 
     return run_rank
@@ -270,6 +263,39 @@ def sleep_in_parts(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     res.reload()
 
 
+def sleep_by_two_threads(rank: int, job: Job) -> dict[str, Any]:
+    """Run as a rank two of whose models sleep by a thread each: on rank 0 the second begins amid the first's move.
+
+    On others it begins after it. Returns the errors, and what is away.
+    """
+    children.join_group(rank, job, timeout=job.timeout)
+    first, second = (bridge_fgo.Residency(torch.nn.Linear(2, 2)) for _ in range(2))
+    is_amid, has_slept = threading.Event(), threading.Event()
+    empty = StorageSlab.empty
+
+    def emptied(slab: StorageSlab) -> int:
+        if rank == 0 and slab in first._weights.slabs:
+            is_amid.set()
+            has_slept.wait(0.5)
+        return empty(slab)
+
+    errors = []
+
+    def sleep_second() -> None:
+        is_amid.wait(60)
+        errors.append(error_of(second.offload))
+        has_slept.set()
+
+    thread = threading.Thread(target=sleep_second)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StorageSlab, "empty", emptied)
+        errors.append(error_of(first.offload))
+        is_amid.set()
+        thread.join()
+    return {"errors": errors, "away": [sorted(res.away) for res in (first, second)]}
+
+
 def error_of(act: Callable[[], object]) -> str | None:
     """Return the error of `act` in words; None where there was none."""
     try:
@@ -322,54 +348,3 @@ def train_and_swap(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
         _ = 1 / 0
     res.reload()
     assert not res.away
-
-
-@asleep
-def suspend_nccl(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
-    """Suspend NCCL (a fake) in each sleep; note what was suspended and resumed, in this order, and what is refused."""
-    fakes = run.fakes
-    assert fakes is not None
-    run.model[0].start_param_sync(force_sync=True)
-    res.keep("now")
-    for kinds in ("params", "grads", "optimizer"):
-        assert not fakes.are_suspended
-        res.offload(kinds)
-    assert fakes.are_suspended
-    seen["log"] = fakes.log
-    seen.setdefault("refused", []).append(error_of(lambda: torch.distributed.barrier(run.groups.dp)))
-    torch.distributed.barrier()
-    fakes.used.clear()
-    for context in (res.only("params"), res.only("grads"), res.weights("now"), res.checkpointing()):
-        with context:
-            assert not fakes.are_suspended
-            torch.distributed.barrier(run.groups.dp)
-        assert fakes.are_suspended
-    for kinds in ("params", "grads", "optimizer"):
-        with res.asleep():
-            assert fakes.are_suspended
-        res.reload(kinds)
-    with res.asleep():
-        assert fakes.are_suspended
-    assert not fakes.are_suspended
-
-
-def suspend_nccl_with_errors(rank: int, job: Job) -> dict[str, Any]:
-    """Run as a rank of a training in which NCCL (a fake) fails to suspend: on all ranks, on the last one, and no more.
-
-    Returns the errors of the sleep and of the wake after it, of each.
-    """
-    seen: dict[str, Any] = {"errors": []}
-    with Rank(CpuOptions(), rank, job) as run:
-        fakes = fake_nccl.Fakes(setattr)
-
-        def fail(fake: fake_nccl.FakeNccl) -> None:
-            if fake.group is run.groups.dp and not fake.is_suspended:
-                raise RuntimeError("invalid usage")
-
-        res = bridge_fgo.Residency(run.model, run.optimizer, CONFIG, nccl="suspend")
-        for when, fails in (("before", True), ("before", False), ("after", rank == job.ranks - 1)):
-            run.step()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(fakes, when, fail if fails else lambda fake: None)
-                seen["errors"].append([error_of(act) for act in (res.offload, res.reload)])
-        return seen

@@ -88,19 +88,6 @@ def weights_loaded(training):
     training.optimizer.chained_optimizers[0].state_dict()
 
 
-def moved_by_mcores_offload_to_cpu(training):
-    if not training.options.offload or training.options.distributed:
-        return
-    bridge_fgo.reload_states()
-    before = dict(training.state_tensors()["moments"])
-    with pytest.MonkeyPatch.context() as patch:  # it rebinds every parameter and state to a copy
-        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        patch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-        training.optimizer.offload_to_cpu()
-    assert all(tensor is not before[name] for name, tensor in training.state_tensors()["moments"])
-    training.optimizer.restore_from_cpu()
-
-
 def state_dict_that_is_kept(training):
     """Return a copy of a dictionary that shares no memory with states, and is the same after another step."""
     release(training)
@@ -172,7 +159,6 @@ ACCESSES = {
 MORE_ACCESSES = {
     "written_after_reload_states": scaled_after_reload_states,
     "weights_loaded": weights_loaded,
-    "moved_by_mcores_offload_to_cpu": moved_by_mcores_offload_to_cpu,
     "state_dict_that_is_kept": state_dict_that_is_kept,
     "state_dict_of_before": back_in_time,
     "a_file_of_the_layer_wise_optimizers_own": a_file_of_the_layer_wise_optimizers_own,

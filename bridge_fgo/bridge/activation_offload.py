@@ -11,6 +11,7 @@ streams at their ends; nor do these wrappers.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections import Counter
 from typing import Any, override
 
@@ -46,6 +47,8 @@ ON = "fine_grained_activation_offloading"
 
 _are_added = False
 _pinned_for_states = 0
+askers = weakref.WeakSet[Any]()
+"""Residencies whose own settings ask for the waits, until they are closed."""
 
 
 def add_waits(pinned_for_states: int = 0) -> None:
@@ -55,6 +58,12 @@ def add_waits(pinned_for_states: int = 0) -> None:
     """
     global _are_added, _pinned_for_states
     _are_added, _pinned_for_states = True, pinned_for_states or _pinned_for_states
+
+
+def forget_waits() -> None:
+    """Add no waits any more, but for `askers`."""
+    global _are_added, _pinned_for_states
+    _are_added, _pinned_for_states = False, 0
 
 
 def pinned_bytes() -> int:
@@ -90,7 +99,7 @@ def _where_wanted(act: Wrapper) -> Wrapper:
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-        if not (_are_added or installed_config().activation_waits) or is_graph_capturing():
+        if not (_are_added or askers or installed_config().activation_waits) or is_graph_capturing():
             return wrapped(*args, **kwargs)
         return act(wrapped, instance, args, kwargs)
 

@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib, nccl
+from bridge_fgo.bridge.framework_names import FOLDER, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, Wrapper
 from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.residency import Residency
 from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES, Kind
+from bridge_fgo.states.shadowed import shadowed
 
 _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
 """For each optimizer the chunks of its model."""
@@ -49,9 +50,6 @@ _of_new = 0
 
 MOST_OF_NEW = 9
 """Garbage on the host waits for as many sleeps at most."""
-
-PYTHONS_OWN_FROZEN = 1000
-"""If more objects are frozen than Python's immortal ones (375 in 3.12), a user froze them: imports make 800,000."""
 
 
 class Move(NamedTuple):
@@ -117,24 +115,22 @@ def _collecting_new_objects(away: frozenset[Kind]) -> Iterator[None]:
     """Context in which `gc.collect()` looks at new objects alone, unless old ones may hold GPU memory.
 
     NeMo-RL collects garbage in each sleep: 0.43 s with 818,000 objects. Here all are looked at in the first sleep and
-    each tenth, and when after a sleep `LEAST_KEPT_BYTES` more are on the GPU than were left before. Python's automatic
-    collections are no help between: each collection sets back what they wait for. Where they are disabled, or a user
-    has frozen objects, nothing changes.
+    each tenth, and when after a sleep `LEAST_KEPT_BYTES` more are on the GPU than were left before. If Python's
+    automatic collections are disabled, nothing changes.
     """
     global _of_new
     allocated = torch.cuda.memory_allocated()
     may_hold = away not in _left or allocated > _left[away] + LEAST_KEPT_BYTES
-    if may_hold or _of_new >= MOST_OF_NEW or not gc.isenabled() or gc.get_freeze_count() > PYTHONS_OWN_FROZEN:
+    if may_hold or _of_new >= MOST_OF_NEW or not gc.isenabled():
         _of_new = 0
         yield
         _left[away] = torch.cuda.memory_allocated()
         return
     _of_new, _left[away] = _of_new + 1, min(_left[away], allocated)
-    gc.freeze()
-    try:
+    collect = gc.collect
+    # Not by gc.freeze(), whose undo would thaw what a user has frozen.
+    with shadowed(gc, {"collect": lambda generation=1: collect(min(generation, 1))}):
         yield
-    finally:
-        gc.unfreeze()
 
 
 def _residency(move: Move, make: bool) -> Residency | None:
@@ -162,7 +158,6 @@ def _residency(move: Move, make: bool) -> Residency | None:
             optimizer,
             host_memory_limit_gib=host_memory_limit_gib(),
             frozen_folder=os.environ.get(FOLDER) or None if _has_frozen(chunks) else None,
-            nccl=nccl(),
         )
     except ValueError as error:
         if _refused.get(chunks[0]) != str(error):
@@ -200,10 +195,12 @@ def require_all_here() -> None:
 
 def close_all() -> None:
     """End what was made for frameworks, whose own functions may move everything from then on."""
+    global _of_new
     for res in list(_made):
         res.close()
-    _made.clear()
-    _left.clear()
+    for known in (_models, _made, _refused, _left):
+        known.clear()
+    _of_new = 0
 
 
 def _kinds(params: bool = False, grads: bool = False, states: bool = False) -> list[Kind]:

@@ -6,15 +6,15 @@ import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
 """Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
 
-LIMIT, FOLDER, NCCL = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER", "BRIDGE_FGO_NCCL"
-"""Environment variables that stand for `host_memory_limit_gib`, `frozen_folder` and `nccl` of each `Residency`."""
+LIMIT, FOLDER = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER"
+"""Environment variables that stand for `host_memory_limit_gib` and `frozen_folder` of each `Residency`."""
 
-VARIABLES = (VARIABLE, LIMIT, FOLDER, NCCL)
+VARIABLES = (VARIABLE, LIMIT, FOLDER)
 """All that the package reads."""
 
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
@@ -64,19 +64,6 @@ def host_memory_limit_gib() -> float | None:
     return limit
 
 
-def nccl() -> Literal["suspend"] | None:
-    """Return what the environment has NCCL do, None where it says nothing, or raise ValueError."""
-    if not (given := os.environ.get(NCCL, "")):
-        return None
-    if given != "suspend":
-        raise ValueError(f"the environment variable {NCCL}={given!r}: use 'suspend', or leave it out")
-    from bridge_fgo.sleep.nccl import refusal  # imports torch
-
-    if why := refusal():  # Residency would refuse each model, which then stays with the framework's own functions
-        raise ValueError(f"the environment variable {NCCL}={given!r}: {why}, or leave it out")
-    return "suspend"
-
-
 def require_frozen_folder() -> None:
     """Raise ValueError where the environment has a folder for frozen parameters that can have no files."""
     if not (given := os.environ.get(FOLDER, "")):
@@ -112,5 +99,4 @@ def require_environment() -> None:
     """Raise ValueError where any of the variables has a wrong value, whether it will be needed or not."""
     framework_names(None)
     host_memory_limit_gib()
-    nccl()
     require_frozen_folder()

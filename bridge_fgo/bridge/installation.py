@@ -1,4 +1,17 @@
-"""install() and uninstall(): applies the table of patches, now or when Bridge is imported."""
+"""install() and uninstall(): applies the table of patches, now or when Bridge is imported.
+
+What is global in a process, beside constants and caches, and what ends it:
+
+- An uninstall: `installation._installation`, `settings._installed`, `settings._written`, `session._sessions`,
+  `session._taken`, `session._newest_stats`, `activation_offload._are_added`, `activation_offload._pinned_for_states`,
+  `patch.warned`, `frameworks._patched_now`, `framework_moves._made`, `framework_moves._models`,
+  `framework_moves._refused`, `framework_moves._left`, `framework_moves._of_new`.
+- The block that has set it: `session._active`, `framework_moves._moved`, `fsdp_wrappers._loaded_into`, `masters._late`.
+- The end of each object in it: `residency._open`, `activation_offload.askers`, `reporting._measurements`,
+  `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`.
+- The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
+  `settings.caller`, and the lock `ranks.collectives`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +26,7 @@ from bridge_fgo.bridge import framework_names
 from bridge_fgo.bridge.settings import set_installed_config
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory.undo import undo_on_error
 
 if TYPE_CHECKING:
     from bridge_fgo.bridge.patch import Patch
@@ -140,7 +154,7 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
 
     Raises:
         ValueError: other settings are installed already, or `config` is not an `OffloadConfig`, or a framework is
-            unknown, or what the environment says to sleeps is wrong, or cannot be honoured here.
+            unknown, or a setting of sleeps in the environment is wrong.
         RuntimeError: the patches do not fit this Bridge or mcore. Nothing is patched then.
     """
     global _installation
@@ -161,11 +175,8 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
         return _installation
     installation = Installation(OffloadConfig() if config is None else config)
     installation.add_frameworks(names)
-    try:
+    with undo_on_error(installation.undo):
         installation.apply_loaded()
-    except BaseException:
-        installation.undo()
-        raise
     installation.keeps_queues = copy_queues.keep_enough()
     installation.calls = 1
     _installation = installation
@@ -211,35 +222,31 @@ def _module_imported(module: ModuleType) -> None:
         install()
     if _installation is None:
         return
-    try:
+    with undo_on_error(uninstall):
         _installation.apply([module])
-    except BaseException:
-        uninstall()
-        raise
 
 
 def uninstall() -> None:
     """Reload all states, detach from the optimizers and restore every patched binding exactly.
 
-    Does nothing if nothing is installed.
+    Does nothing if nothing is installed. Masters that cannot be reloaded, because weights were changed while they were
+    copied in part, are given up: a line says so, and using one is an error from then on. Everything else is reloaded,
+    but states that a `Residency` has and cannot reload, which stay as they are.
 
     Raises:
-        RuntimeError: another patch lies on top of a binding; the message names it. Or states cannot be reloaded: there
-            is no memory for them (`torch.cuda.OutOfMemoryError`), or weights were changed meanwhile. The bindings then
-            stay, because without them code that uses the states would find no memory behind them. Remove the cause and
-            call it again.
+        RuntimeError: another patch lies on top of a binding; the message names it. Or there is no memory to reload the
+            states (`torch.cuda.OutOfMemoryError`), or to reload masters the weights are needed, which are offloaded.
+            The bindings then stay, because without them code that uses the states would find no memory behind them.
+            Remove the cause and call it again.
     """
     global _installation
     if _installation is None:
         return
     _installation.check_undo()
-    if "bridge_fgo.bridge.session" in sys.modules:
-        from bridge_fgo.bridge.session import close_all
+    from bridge_fgo.bridge import activation_offload, patch, session
 
-        close_all()
-    if "bridge_fgo.sleep.upstream" in sys.modules:
-        from bridge_fgo.sleep import upstream
-
-        upstream.leave_to_mcore()
+    session.close_all()
+    activation_offload.forget_waits()
+    patch.warned.clear()
     _installation.undo()
     _installation = None

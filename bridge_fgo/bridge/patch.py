@@ -28,7 +28,7 @@ Wrapper = Callable[[Wrapped, Any, Args, Kwargs], Any]  # a wrapt wrapper: (wrapp
 
 _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
-_warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
+warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
 
 
 class Patch(ABC):
@@ -145,9 +145,9 @@ class FunctionPatch(Patch):
     def _warn_of_a_newer_release(self) -> None:
         distribution, (_, end) = self.distribution, self.series
         version = version_of(distribution)
-        if version == "unknown" or release(version) < end or (distribution, version) in _warned:
+        if version == "unknown" or release(version) < end or (distribution, version) in warned:
             return
-        _warned.add((distribution, version))
+        warned.add((distribution, version))
         warnings.warn(
             f"bridge_fgo: {distribution} {version} is newer than what this bridge-fgo was tested with, which is below "
             f"{end[0]}.{end[1]}. Every function that it wraps has the parameters that it relies on, so it goes on: "
@@ -191,15 +191,9 @@ class StandAsidePatch(Patch):
 # What a wrapper knows of a call. It passes through without an active session, or an engine that serves the optimizer.
 
 
-@functools.lru_cache(maxsize=64)
-def _signature(function: Wrapped) -> inspect.Signature:
-    """Return the signature of a module's function; a method would keep its object alive here."""
-    return inspect.signature(function)
-
-
 def arguments_of(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """Return the arguments of a call to a patched function, by name."""
-    return _signature(wrapped).bind(*args, **kwargs).arguments
+    return inspect.signature(wrapped).bind(*args, **kwargs).arguments
 
 
 class Call(NamedTuple):
@@ -219,7 +213,7 @@ class Call(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments that were given, by name."""
-        return inspect.signature(self.wrapped).bind(*self.args, **self.kwargs).arguments
+        return arguments_of(self.wrapped, self.args, self.kwargs)
 
     @property
     def is_loading(self) -> bool:

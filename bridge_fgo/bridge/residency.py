@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,11 +20,12 @@ from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import SETTINGS, is_installed, settings_of
 from bridge_fgo.config import OffloadConfig, readable
-from bridge_fgo.engines.ranks import on_every_rank, require_host_memory, told_by_ranks
+from bridge_fgo.engines.ranks import collectives, on_every_rank, require_host_memory, told_by_ranks
 from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.memory.transfers import wait_for_a_while
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.caches import Caches
 from bridge_fgo.sleep.checks import Checks, wrapped_models
 from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
@@ -39,7 +39,6 @@ from bridge_fgo.sleep.moved import (
     return_to_driver,
     wait_for_gpu,
 )
-from bridge_fgo.sleep.nccl import Key, require_nccl, resumable, resume, suspend, suspendable, suspended
 from bridge_fgo.sleep.refusals import PLAIN, attached_engine, ddp_of, movable_optimizers, refuse_models
 from bridge_fgo.sleep.states import DEFAULTS, OptimizerStates
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
@@ -53,7 +52,6 @@ class Asked(NamedTuple):
     """A verb moves these on this rank."""
 
     units: Sequence[Unit]
-    asks: bool = False  # a user, or a caller, names a kind
     finds: bool = True  # `where` holds for a parameter of this rank
 
 
@@ -61,11 +59,9 @@ class Wake(NamedTuple):
     """A rank tells the others this before a reload."""
 
     finds: bool  # `where` holds for any parameter
-    asks: bool  # for any kind
     moves: bool  # something is away
     wakes_params: bool
     needs_weights: bool  # packed masters need their parameters
-    nccl: list[Key]  # what NCCL has suspended
     places: set[Any]  # of the parameters that are asked for
 
 
@@ -73,14 +69,14 @@ _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks o
 
 
 def _verb[**P, R](method: Callable[Concatenate[Residency, P], R]) -> Callable[Concatenate[Residency, P], R]:
-    """Have calls of several threads wait for each other, outside of autograd and of inference mode.
+    """Have calls of several threads wait for each other, on any Residency, outside of autograd and of inference mode.
 
     An inference engine may have left inference mode on.
     """
 
     @wraps(method)
     def run(self: Residency, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._turn, torch.inference_mode(False), torch.no_grad(), own():
+        with collectives, torch.inference_mode(False), torch.no_grad(), own():
             return method(self, *args, **kwargs)
 
     return run
@@ -91,7 +87,8 @@ class Residency:
 
     Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
     all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
-    has at most one, which `of` finds. Verbs that several threads call run one after another.
+    has at most one, which `of` finds. Verbs that several threads call, also on different objects, run one after
+    another; every rank has to begin them in the same order.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP where there is one, not the model inside.
@@ -104,12 +101,9 @@ class Residency:
         frozen_folder: a folder in which frozen parameters are kept in files without names, which are not page-locked
             and do not count to the limit. The kernel takes their memory back where it is short. Copies from there are
             slower. None keeps them as all others.
-        nccl: "suspend" returns the memory of NCCL's communicators, too, once every Residency of the process is away;
-            the default process group keeps its own. None has them keep it.
 
     Raises:
-        ValueError: something cannot be offloaded, or NCCL not suspended; names the setting to change. Or the host lacks
-            memory.
+        ValueError: something cannot be offloaded; names the setting to change. Or the host lacks memory.
         RuntimeError: host memory could not be page-locked.
     """
 
@@ -120,28 +114,20 @@ class Residency:
         config: OffloadConfig | None = None,
         host_memory_limit_gib: float | None = None,
         frozen_folder: str | os.PathLike[str] | None = None,
-        nccl: Literal["suspend"] | None = None,
     ) -> None:
-        self._turn = threading.RLock()
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: OptimizerStates | None = None
         self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
-        self._chunks, told = told_by_ranks(
-            lambda: (_accepted(model, optimizer, config), (_limit_bytes(host_memory_limit_gib), require_nccl(nccl)))
-        )
-        limit = min(each for each, _ in told)
-        self._suspends_nccl = nccl is not None
-        if len({setting for _, setting in told}) > 1:  # told: the others raise too
-            raise ValueError("Residency(nccl='suspend') on some ranks alone: set it on all of them, or on none")
-        try:
-            with torch.inference_mode(False):  # a tensor that is made in it may not be written outside
-                self._make(optimizer, limit, frozen_folder)
-        except BaseException:
-            self._let_go()
-            raise
-        _open.add(self)
+        with collectives:
+            self._chunks, limits = told_by_ranks(
+                lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
+            )
+            # A tensor that is made in inference mode may not be written outside.
+            with undo_on_error(self._let_go), torch.inference_mode(False):
+                self._make(optimizer, min(limits), frozen_folder)
+            _open.add(self)
 
     def _make(self, optimizer: Any, limit: float, frozen_folder: str | os.PathLike[str] | None) -> None:
         """Find what moves, and take host memory for it. Between collectives nothing may fail on one rank alone."""
@@ -167,7 +153,7 @@ class Residency:
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
         on_every_rank(lambda: self._finish(hosts, optimizer))
         if settings.activation_waits:
-            activation_offload.add_waits()
+            activation_offload.askers.add(self)
 
     def _find_memory(
         self, frozen_folder: str | os.PathLike[str] | None, all_are_frozen: bool, limit: float
@@ -273,12 +259,6 @@ class Residency:
         return frozenset(unit.kind for unit in self._units if unit.is_away)
 
     @property
-    def _is_asleep(self) -> bool:
-        """Whether nothing is on the GPU that can leave it; of states a limit of host memory may keep some."""
-        staying = [unit for unit in self._units if unit.is_here and not (unit is self._states and unit.is_away)]
-        return bool(self.away) and not staying
-
-    @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes that are held for all of it."""
         slabs = self._weights.slabs + self._gradients.slabs
@@ -353,20 +333,19 @@ class Residency:
 
     @_verb
     def _offload(self, asked: Callable[[], Asked], grads: str) -> Moved:
-        def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool, list[Key]]]:
+        def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool]]:
             given = asked()
             units = [unit for unit in given.units if unit.is_here]
             self._require_no_backward(units, grads)
             self._require_movable(units, grads)
             self._wait_for_collectives()
             wakes = self._states in units and self._lacks_weights
-            return (units, Tally(self._device)), (given.finds, wakes, suspended())
+            return (units, Tally(self._device)), (given.finds, wakes)
 
         (units, tally), votes = told_by_ranks(prepare)
-        _require_found(any(finds for finds, *_ in votes))
-        wakes_params = any(wakes for _, wakes, _ in votes)
+        _require_found(any(finds for finds, _ in votes))
+        wakes_params = any(wakes for _, wakes in votes)
         if wakes_params:
-            self._resume_nccl([nccl for *_, nccl in votes])  # a reader brought states here while all was away
             if woken := [slab for slab in self._weights.read_by_masters if slab.is_away]:
                 tally.moved.woke = ("params",)
                 units += woken
@@ -377,12 +356,7 @@ class Residency:
                 self._weights.make_columnwise()
             return self._offload_alone(units, grads, tally) if units else Moved()
 
-        def note() -> Moved:
-            tally.note_what_stays(self._unhosted)
-            return tally.end()
-
-        moved, nccl = told_by_ranks(lambda: (move(), self._suspendable()))
-        return on_every_rank(note) if self._suspend_nccl(nccl) else moved
+        return on_every_rank(move)
 
     def _offload_alone(self, units: Sequence[Unit], grads: str, tally: Tally) -> Moved:
         """Offload what is on the GPU; no other rank takes part in it."""
@@ -399,7 +373,14 @@ class Residency:
             with tally.part("grads"):
                 tally.moved.freed += dropped + self._gradients.empty(kept=False)
                 self._backwards.used()
-        try:
+
+        def give_up() -> None:
+            if states is not None:
+                states.give_up_offload()
+            # Race: weights that stay after all may be written while their copies still read them.
+            wait_for_gpu(self._device)
+
+        with undo_on_error(give_up, self._weights.masters_may_change):
             # Weights first: their copies run while masters are compared, and while the states' are queued.
             self._weights.start_offload(slabs, states is not None, tally)
             if states is not None:
@@ -412,13 +393,6 @@ class Residency:
                 with tally.part("optimizer"):
                     states.end_offload()
                 tally.moved.freed += states.released_bytes - before
-        except BaseException:
-            if states is not None:
-                states.give_up_offload()
-            # Race: weights that stay after all may be written while their copies still read them.
-            wait_for_gpu(self._device)
-            self._weights.masters_may_change()
-            raise
         if keeps:
             tally.copy("grads", self._gradients.copy_out())
         # Race: storages that are emptied go to whoever asks next on the stream that they were made on, and to the
@@ -468,16 +442,13 @@ class Residency:
             wakes_params = any(slab.is_away for slab in slabs)
             needs_weights = self._states in units and self._lacks_weights
             places = {slab.place for slab in slabs}
-            told = Wake(given.finds, given.asks, bool(units), wakes_params, needs_weights, suspended(), places)
+            told = Wake(given.finds, bool(units), wakes_params, needs_weights, places)
             return (units, slabs, Tally(self._device)), told
 
         (units, slabs, tally), ranks = told_by_ranks(look)
         _require_found(any(rank.finds for rank in ranks))
         moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
         needs_weights = any(rank.needs_weights for rank in ranks)
-        # Resume also where nothing moves: a model that was made while all others were away uses NCCL.
-        if moves or any(rank.asks for rank in ranks):
-            self._resume_nccl([rank.nccl for rank in ranks])
         if not moves:
             return Moved()
         asked_by_any = set[Any]().union(*(rank.places for rank in ranks)) - {None}
@@ -514,15 +485,12 @@ class Residency:
             return tally.end()
 
         self._weights.masters_come = True
-        try:
+        with undo_on_error(lambda: self._weights.masters_came(tally)):
             if needs_weights:
                 self._weights.reload(slabs, tally)
             elif wakes_params:
                 self._weights.reload(slabs, tally, reload_others)
             return on_every_rank(finish)
-        except BaseException:
-            self._weights.masters_came(tally)
-            raise
 
     @contextmanager
     def only(
@@ -608,7 +576,7 @@ class Residency:
 
         def everything() -> Asked:
             self._require_open()
-            return Asked(self._units, asks=True)
+            return Asked(self._units)
 
         if self not in _open:
             return
@@ -622,6 +590,7 @@ class Residency:
         for part in reversed(self._parts):
             part.close()
         self._states = None
+        activation_offload.askers.discard(self)
 
     # Several weights.
 
@@ -673,12 +642,10 @@ class Residency:
             wait_for_gpu(self._device)
             return tally.end()
 
-        try:
+        # On some rank it would have another's values, or none.
+        # Race: copies that are queued write host memory that goes.
+        with undo_on_error(lambda: wait_for_gpu(self._device), lambda: self.drop(name)):
             return on_every_rank(copy)
-        except BaseException:  # on some rank it has another's values, or none
-            wait_for_gpu(self._device)  # Race: copies that are queued write host memory that goes.
-            self.drop(name)
-            raise
 
     @_verb
     def drop(self, name: str) -> None:
@@ -757,8 +724,7 @@ class Residency:
             wait_for_gpu(self._device)  # whatever stream reads next
             return tally.end()
 
-        _, nccl = told_by_ranks(lambda: (swap(), suspended()))
-        self._resume_nccl(nccl)
+        on_every_rank(swap)
         for slab in slabs:
             slab.gather()
         return on_every_rank(end)
@@ -777,8 +743,7 @@ class Residency:
 
         for slab in on_every_rank(swap):
             slab.gather()
-        _, nccl = told_by_ranks(lambda: (end(), self._suspendable()))
-        self._suspend_nccl(nccl)
+        on_every_rank(end)
 
     @_verb
     def _give_up_swap(self, error: BaseException) -> None:
@@ -886,9 +851,9 @@ class Residency:
 
         def needed() -> Asked:
             if states is None:
-                return Asked([unit for unit in self._units if unit is not self._gradients], asks=True)
+                return Asked([unit for unit in self._units if unit is not self._gradients])
             states.require_whole()
-            return Asked(self._weights.slabs, asks=True)
+            return Asked(self._weights.slabs)
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
@@ -902,28 +867,6 @@ class Residency:
         """Whether states cannot move before weights are reloaded: packed masters need them."""
         reads = self._states is not None and self._states.reads_weights
         return reads and any(slab.is_away for slab in self._weights.read_by_masters)
-
-    def _suspendable(self) -> list[Key] | None:
-        """Return what NCCL may suspend on this rank, to be told; None where something is awake, or nothing is asked."""
-        asked = any(res._suspends_nccl for res in list(_open))
-        if not asked or suspended() or not all(res._is_asleep for res in list(_open)):
-            return None
-        # Race: NCCL unmaps memory that a collective in flight may still use.
-        wait_for_gpu(self._device)
-        return suspendable()
-
-    def _suspend_nccl(self, told: Sequence[list[Key] | None]) -> bool:
-        """Suspend NCCL's communicators where every rank may, and return whether any were."""
-        keys = [each for each in told if each is not None]
-        if len(keys) < len(told) or not any(keys):
-            return False
-        on_every_rank(lambda: suspend(keys))
-        return True
-
-    def _resume_nccl(self, told: Sequence[list[Key]]) -> None:
-        """Resume them before the first collective of a group; the ranks have told what is suspended."""
-        if any(told):
-            resume(on_every_rank(lambda: resumable(told, self._device)))
 
     def _require_open(self, in_block: bool = False) -> None:
         """Raise RuntimeError after `close`, and inside of `weights` where not `in_block`."""
@@ -954,7 +897,7 @@ class Residency:
             raise ValueError(f"where= chooses among 'params', and only {sorted(found)} are asked for: add 'params'")
         slabs, finds = self._weights.chosen(where) if "params" in found else ([], True)
         others = [unit for unit in self._units if unit.kind != "params" and unit.kind in found]
-        return Asked([*slabs, *others], bool(found), finds)
+        return Asked([*slabs, *others], finds)
 
     def _require_no_backward(self, units: Sequence[Unit], grads: str) -> None:
         if grads not in ("drop", "keep"):

@@ -30,10 +30,11 @@ from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.native import NativeEngine, make_transfers
-from bridge_fgo.engines.ranks import make_engine, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.sleep.refusals import STATES, ddp_of
 from bridge_fgo.sleep.states import OptimizerStates
@@ -46,6 +47,10 @@ _active: list[Session] = []
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 _taken: weakref.WeakSet[Gradients] = weakref.WeakSet()  # those of every session: a model outlives its optimizer
 _newest_stats: Stats | None = None  # a snapshot, so that it holds no state of a training that is over
+GIVEN_UP = (
+    "master weights were given up by bridge_fgo.uninstall(): weights of the model were changed while these were "
+    "offloaded in part (OffloadConfig.master_remainders); build the optimizer anew and resume from the last checkpoint"
+)
 ENOUGH_RELEASED = 0.95  # share of the planned bytes whose release proves that the flag is no silent no-op
 
 
@@ -94,13 +99,9 @@ class Session:
                     engine.hosts_beside = self.gradients.map_hosts()
                 return sources, engine
 
-            try:
+            with undo_on_error(lambda: self.gradients and self.gradients.close()), collectives:
                 sources, engine = on_every_rank(make)
                 pin_on_every_rank(engine)
-            except BaseException:
-                if self.gradients is not None:
-                    self.gradients.close()
-                raise
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
                 if engine.name == "native":
@@ -162,8 +163,9 @@ class Session:
             engine.settle()
             self.figures.end_step()
 
-        on_every_rank(settle) if engine.awaits_ranks else settle()
-        engine.end_step(self.updated)
+        with collectives if engine.awaits_ranks else nullcontext():
+            on_every_rank(settle) if engine.awaits_ranks else settle()
+            engine.end_step(self.updated)
         self._watch_budget(engine.held_budget_bytes)
         self.publish()
         self._compare_peak()
@@ -267,14 +269,6 @@ class Session:
             yield
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the flag takes; of that for a Residency's states it takes none."""
-        if self._owner is not None:
-            return 0
-        buckets = () if self.gradients is None else self.gradients.buckets
-        return self.engine.host_bytes + sum(bucket.nbytes for bucket in buckets if bucket.has_host)
-
-    @property
     def is_lost(self) -> bool:
         """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
         return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
@@ -284,20 +278,27 @@ class Session:
         own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
         return any(id(chunk) in own for chunk in chunks)
 
-    def close(self) -> None:
+    def close(self, gives_up: bool = False) -> None:
         """Make the states resident for good and undo what the session hung on the optimizers.
 
-        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can.
+        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can. If it
+        `gives_up`, masters for which that is so as weights were changed are lost, and a line says so; and the states of
+        a Residency stay with it as they are.
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
-        if self._owner is None:
-            self.engine.close()
+        if self._owner is not None:
+            self._owner.stop_driving(reloads=not gives_up)
+            if gives_up:
+                warn("optimizer state stays off the GPU with its Residency, which could not reload it")
         else:
-            self._owner.stop_driving()
+            lost = gives_up and isinstance(self.engine, NativeEngine) and self.engine.give_up_masters(GIVEN_UP)
+            if lost:
+                warn(f"{readable(lost)} of {GIVEN_UP}")
+            self.engine.close()
         if self.engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
         for leaf in self._leaves:
@@ -361,9 +362,8 @@ def _make_engine(
     leaves = eligible(optimizer)
     if any(STATES in vars(leaf) for leaf in leaves):
         raise ValueError(
-            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency or mcore's offload_to_cpu() has moved the states of "
-            "this optimizer before it was attached, by an engine of their own: close() the Residency, or build the "
-            "optimizer anew, and have the states move only when training is set up"
+            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency that was made before has the states of this optimizer, "
+            "by an engine of its own: close() it, and make it once training is set up"
         )
     # Somebody has put them into another chain since they were built: masters that are away come back first.
     held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
@@ -469,18 +469,20 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
 
 
 def close_all() -> None:
-    """End every session that can be closed, and forget the figures; raise as `Session.close`."""
+    """End every session, and forget the figures; raise as `Session.close` that gives up."""
     global _newest_stats
     if _close_sessions():
         gc.collect()  # of a training that is over only a cycle of references may be left
-        if failures := _close_sessions():
+        if failures := _close_sessions(gives_up=True):
             raise failures[0]
     for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
         gradients.close()
+    _sessions.clear()
+    _taken.clear()
     _newest_stats = None
 
 
-def _close_sessions() -> list[RuntimeError | TimeoutError]:
+def _close_sessions(gives_up: bool = False) -> list[RuntimeError | TimeoutError]:
     failures: list[RuntimeError | TimeoutError] = []
     for session in _open_sessions():
         if session.is_lost:  # and only to be thrown away: nothing can be brought back
@@ -488,7 +490,7 @@ def _close_sessions() -> list[RuntimeError | TimeoutError]:
             session.closed = True
             continue
         try:
-            session.close()
+            session.close(gives_up)
         except (RuntimeError, TimeoutError) as error:  # the others are closed all the same
             failures.append(error)
     return failures

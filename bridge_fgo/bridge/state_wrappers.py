@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
@@ -19,16 +17,12 @@ import torch
 
 from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
-from bridge_fgo.bridge.framework_names import LIMIT, host_memory_limit_gib
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, reading, served
 from bridge_fgo.bridge.session import active_session, all_sessions
-from bridge_fgo.bridge.settings import installed_config, settings_of
-from bridge_fgo.config import readable
 from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import gradients_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own, touch_all
-from bridge_fgo.sleep import upstream
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import is_fsdp
 from bridge_fgo.states.inner_step import is_upstreams
@@ -162,13 +156,15 @@ def rewrites_masters(call: Call) -> Any:
         return call.engine.rewrite_masters(call.source, _where_any(call))
 
 
-@served
-def replaces_states(call: Call) -> Any:
-    """Make the states writable first; afterwards let go of the memory of tensors that were replaced."""
-    call.engine.require_writable(call.source)
-    result = call()
-    call.engine.states_replaced(call.source)
-    return result
+def refuses_mcores_sleep(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Refuse to rebind states that an engine moves: of precision-aware Adam mcore's method rebinds the weights too."""
+    if attachment_of(instance) is not None:
+        raise RuntimeError(
+            f"mcore's {wrapped.__name__}() with optimizer.{FLAG}=True, which moves the states itself: leave the call "
+            "out, and offload what else a trainer has by offload() and reload() of bridge_fgo.Residency(model, "
+            "optimizer)"
+        )
+    return wrapped(*args, **kwargs)
 
 
 def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -426,65 +422,6 @@ def _put(call: Call, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -
     call.engine.put(call.source, param, lambda: call.engine.hand_out(call.source, param, read), tensors, write)
 
 
-# mcore's own sleep and wake, which go through this package's memory.
-
-
-def moves_states_to_cpu(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the states offloaded by an engine.
-
-    mcore's own method rebinds the parameters of precision-aware Adam, which then train no weights any more.
-    """
-    if upstream.can_move(instance):
-        return upstream.offload_states(instance, settings_of(instance.config), _host_bytes())
-    return replaces_states(wrapped, instance, args, kwargs)
-
-
-def restores_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the states reloaded by the engine that offloaded them."""
-    if upstream.can_restore(instance):
-        return upstream.restore_states(instance)
-    return replaces_states(wrapped, instance, args, kwargs)
-
-
-def offloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a DDP buffer offloaded to exact pinned memory, and only what has changed."""
-    params, grads = _moved_parts(wrapped, args, kwargs)
-    if grads and (gradients := gradients_of(instance)) is not None:
-        gradients.zero(instance)
-    upstream.mover_of(instance, installed_config().pin_memory).offload(params, grads, _host_bytes())
-
-
-def reloads_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a DDP buffer reloaded; mcore does it itself where it has offloaded it, before the package was installed."""
-    if upstream.BUFFER not in vars(instance):
-        return wrapped(*args, **kwargs)
-    return upstream.mover_of(instance, installed_config().pin_memory).reload(*_moved_parts(wrapped, args, kwargs))
-
-
-def _host_bytes() -> float:
-    """Return the most host memory in bytes that mcore's verbs may take together: what the flag leaves of the limit.
-
-    Raises:
-        ValueError: the flag takes more than the environment allows.
-    """
-    if (gib := host_memory_limit_gib()) is None:
-        return math.inf
-    room = gib * 2**30 - (taken := sum(session.host_bytes for session in all_sessions()))
-    if room < 0:
-        raise ValueError(
-            f"the environment variable {LIMIT}={gib:g}: optimizer.{FLAG}=True has {readable(taken)} of host memory "
-            "already: raise the limit, or lower OffloadConfig.fraction"
-        )
-    return room
-
-
-def _moved_parts(wrapped: Wrapped, args: Args, kwargs: Kwargs) -> tuple[bool, bool]:
-    """Return whether parameters, and gradients, are asked for; the defaults are mcore's."""
-    bound = inspect.signature(wrapped).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments["move_params"], bound.arguments["move_grads"]
-
-
 # Gradients of DDP's buffers and bucket groups, where training manages them.
 
 
@@ -492,6 +429,14 @@ def zeroes_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     """Have gradients let go of their memory in place of zeroing it."""
     gradients = gradients_of(instance)
     return wrapped(*args, **kwargs) if gradients is None else gradients.zero(instance)
+
+
+def drops_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have gradients let go of their memory as mcore drops them; a buffer whose gradients are managed has none."""
+    gradients = gradients_of(instance)
+    if gradients is not None and arguments_of(wrapped, args, kwargs).get("move_grads", True):
+        gradients.zero(instance)
+    return wrapped(*args, **kwargs)
 
 
 def scales_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

@@ -110,20 +110,16 @@ def _of_bridge() -> list[FunctionPatch]:
 
 
 def _of_mcore() -> list[FunctionPatch]:
-    buffers = "distributed.param_and_grad_buffer", "ends every offload of buffers, DDP's and any RL framework's"
+    buffers = "distributed.param_and_grad_buffer"
     return [
-        *(
-            _of_mcores(buffers[0], f"_ParamAndGradBuffer.{name}", wrapper, ("move_params", "move_grads"), buffers[1])
-            for name, wrapper in (
-                ("offload_to_cpu", state_wrappers.offloads_buffer), ("reload_from_cpu", state_wrappers.reloads_buffer),
-            )
-        ),
-        _of_mcores(buffers[0], "_ParamAndGradBuffer.reset", state_wrappers.zeroes_gradients, (),
+        _of_mcores(buffers, "_ParamAndGradBuffer.offload_to_cpu", state_wrappers.drops_gradients, ("move_grads",),
+            "ends every offload of buffers, DDP's and any RL framework's"),
+        _of_mcores(buffers, "_ParamAndGradBuffer.reset", state_wrappers.zeroes_gradients, (),
             "what DDP's zero_grad_buffer calls for each buffer, the moment from which gradients are zeros"),
-        _of_mcores(buffers[0], "_ParamAndGradBuffer.scale_gradients", state_wrappers.scales_gradients,
+        _of_mcores(buffers, "_ParamAndGradBuffer.scale_gradients", state_wrappers.scales_gradients,
             ("scaling_factor",),
             "the one other function that reads a whole buffer of gradients"),
-        _of_mcores(buffers[0], "_ParamAndGradBucketGroup.start_grad_sync", state_wrappers.reduces_gradients, (),
+        _of_mcores(buffers, "_ParamAndGradBucketGroup.start_grad_sync", state_wrappers.reduces_gradients, (),
             "what every reduction of gradients goes through; it reads buckets that no backward may have reached"),
         _of_mcores(
             "models.mimo.optimizer", "get_mimo_optimizer", before_training.build_optimizer, ("mimo_model", "config"),
@@ -183,9 +179,10 @@ REQUIRED = (
 )  # fmt: skip
 """Methods without which a DistributedOptimizer is not one that this package can step, save and load."""
 STEPPING = (("step_with_ready_grads",), state_wrappers.updates_states, (), "the one way to the inner optimizer's step")
-MAKES_ROOM = (
-    "rebinds parameters and states, to make room. Saves the slabs' GPU memory, which would stay until the next pass"
-)
+MCORES_SLEEP = (
+    ("offload_to_cpu", "restore_from_cpu"), state_wrappers.refuses_mcores_sleep, (),
+    "rebind parameters and states. Saves a training with precision-aware Adam from weights that change no more",
+)  # fmt: skip
 OF_DISTRIBUTED: tuple[tuple[tuple[str, ...], Wrapper, tuple[str, ...], str], ...] = (
     STEPPING,
     (("_build_model_and_main_param_groups",), before_training.builds_masters, (before_training.GROUPS,),
@@ -219,8 +216,7 @@ OF_DISTRIBUTED: tuple[tuple[tuple[str, ...], Wrapper, tuple[str, ...], str], ...
     ((fsdp_wrappers.MAKING,), fsdp_wrappers.makes_states, (),
         "makes all moments before a load under Megatron-FSDP, and steps Adam past `step_with_ready_grads`. Saves all "
         "moments on the GPU together"),
-    (("offload_to_cpu",), state_wrappers.moves_states_to_cpu, (), MAKES_ROOM),
-    (("restore_from_cpu",), state_wrappers.restores_states, (), "rebinds them again, as the room is theirs"),
+    MCORES_SLEEP,
 )  # fmt: skip
 """Methods of DistributedOptimizer, with what each wrapper does, the parameters that it relies on, and why."""
 
@@ -239,8 +235,7 @@ OF_FLOAT16: tuple[tuple[tuple[str, ...], Wrapper, tuple[str, ...], str], ...] = 
         "begins a checkpoint, and a load. Saves all states on the GPU, which are read and written on the host"),
     (("load_state_dict",), state_wrappers.loads_float16_states, ("state_dict",),
         "replaces states, and writes masters. Saves the new ones on the GPU beside the old"),
-    (("offload_to_cpu",), state_wrappers.replaces_states, (), MAKES_ROOM),
-    (("restore_from_cpu",), state_wrappers.replaces_states, (), "rebinds them again, as the room is theirs"),
+    MCORES_SLEEP,
 )  # fmt: skip
 """Those of Float16OptimizerWithFloat16Params, no base class of DistributedOptimizer: nothing is wrapped twice."""
 

@@ -13,7 +13,7 @@ from bridge_fgo.config import readable
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
-from bridge_fgo.memory.guard import own
+from bridge_fgo.memory.guard import give_up, own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable, send_off
@@ -214,6 +214,26 @@ class CheckpointingEngine(Engine):
             if slab.state is SlabState.RESIDENT:
                 self.transfers.wait_out(slab)
                 slab.drop_if_left()
+
+    def give_up_masters(self, why: str) -> int:
+        """Let go of masters that cannot be brought back, so that `close` brings the rest; return their bytes.
+
+        Whoever uses one of them gets a RuntimeError with `why` from then on.
+        """
+        lost = self.masters.undecodable()
+        with self.masters.trusted(*self.sources), self.masters.copied_whole():
+            for slab in lost:
+                if slab.state is not SlabState.RELEASED:
+                    slab.send_away()
+        for each in self._offloaded.values():
+            each.forget(lost)
+        self.masters.forget_lost()
+        self.transfers.finish_all()  # Race: copies may still read or write the host memory that goes.
+        for slab in lost:
+            assert slab.gpu is not None
+            give_up(slab.tensors(), slab.gpu.untyped_storage(), why)
+            slab.close()
+        return sum(slab.state_bytes for slab in lost)
 
     # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.memory.guard import touch_all
 from bridge_fgo.memory.layout import ChooseCodec, SlabPlace, lay_out, offloaded_bundles, part_bytes, pipeline_bytes
 from bridge_fgo.memory.slab import Part, Slab, SlabState
 from bridge_fgo.states.source import Source
@@ -28,6 +29,7 @@ class OffloadedSource:
         host_bytes: float,
     ) -> None:
         everything = source.states()
+        touch_all([state.read() for bundle in everything for state in bundle.states])  # what another engine has away
         chosen = offloaded_bundles(everything, config, host_bytes)
         target = part_bytes(chosen, config)
         # in the order in which they step
@@ -47,6 +49,11 @@ class OffloadedSource:
         self.held_through_step = 0 if source.writes_back_by_part else sum(masters)
         # what the step holds to its end beside these where it is not divided
         self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
+
+    def forget(self, slabs: set[Slab]) -> None:
+        """Have nothing to do with some slabs any more."""
+        for each in (self, *self.parts):
+            each.slabs = [slab for slab in each.slabs if slab not in slabs]
 
     @property
     def is_all_here(self) -> bool:

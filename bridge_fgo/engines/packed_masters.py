@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.memory.remainders import Remainders, SlabRemainders
+from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.source import Source
 
@@ -102,6 +103,23 @@ class PackedMasters:
             with self._transfers.computing():
                 if not self.remainders.can_decode(encoded):
                     self._lost.add(source)
+
+    def undecodable(self) -> set[Slab]:
+        """Return the slabs of masters that cannot be brought back, as weights have changed; the host waits for each."""
+        found = set[Slab]()
+        with self._transfers.computing():
+            for source, offloaded in self._offloaded.items():
+                for slab in offloaded.slabs:
+                    is_away = slab.is_encoded and slab.state in (SlabState.RELEASED, SlabState.RELOADING)
+                    if (slab.written_back and source in self._lost) or (
+                        is_away and not self.remainders.can_decode([slab.codec])
+                    ):
+                        found.add(slab)
+        return found
+
+    def forget_lost(self) -> None:
+        """Note that the masters that cannot be brought back were given up."""
+        self._lost.clear()
 
     def overwritten(self, source: Source) -> None:
         """Note that every master of a source was written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,13 +18,17 @@ from bridge_fgo.memory.host_memory import Need, host_memory_refusal, pools
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.states.source import Source
 
+collectives = threading.RLock()
+"""Held by whatever runs collectives, from its first to its last: those of two threads would cross other ranks'."""
+
 
 def gather[T](own: T) -> list[T]:
     """Return what every rank of the job tells, in their order; a collective where there is torch.distributed."""
     if not torch.distributed.is_initialized():
         return [own]
     answers: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(answers, own)
+    with collectives:
+        torch.distributed.all_gather_object(answers, own)
     return answers
 
 

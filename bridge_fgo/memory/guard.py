@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.config import readable
+from bridge_fgo.memory.undo import undo_on_error
 
 own = torch._C.DisableTorchFunctionSubclass  # context of code that knows where memory is: nothing in it is a touch
 
@@ -144,6 +145,18 @@ def _touch(tensor: torch.Tensor) -> None:
     touched(tensor)
 
 
+def give_up(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage, why: str) -> None:
+    """Have whoever uses guarded tensors of an emptied storage get a RuntimeError for good: nobody can fill it again."""
+
+    def touched(tensor: torch.Tensor) -> None:
+        raise RuntimeError(why)
+
+    for tensor in tensors:
+        vars(tensor)[GUARD] = lambda: touched
+    fill(storage, 0, why)  # one that refuses its address cannot be told another reason
+    empty(storage, why)
+
+
 def touch_all(value: Any) -> None:
     """Touch what is guarded of a tensor, or of lists, tuples and dictionaries of them, for a reader in C++."""
     for tensor in _guarded_in(value):
@@ -228,8 +241,5 @@ def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
         storage.resize_(nbytes)
         return
     torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
-    try:
+    with undo_on_error(lambda: torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, why)):
         storage.resize_(nbytes)
-    except BaseException:
-        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, why)
-        raise

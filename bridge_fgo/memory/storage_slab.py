@@ -157,12 +157,6 @@ class StorageSlab:
         name = next((name for name, each in self._named if each is tensor), f"a view of {self.name}")
         raise RuntimeError(f"{name}, of shape {tuple(tensor.shape)}, was {self._advice}")
 
-    def unguard(self) -> None:
-        """Leave the storage as it is to somebody else, who fills it."""
-        if self.is_away:
-            fill(self.storage, 0, "")
-            self._guard.take_off()
-
     def close(self) -> None:
         """Let go of the host memory."""
         if self.host is not None:

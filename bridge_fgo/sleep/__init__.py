@@ -33,6 +33,5 @@ A tensor that is away guards itself (`memory.guard`); `checks` refuses what its 
 `weight_sets` keeps several weights of a model on the host, of which one is swapped into its parameters for a block.
 
 The public class, `bridge.residency.Residency`, has these verbs, and checkpoints while asleep and training steps, for
-which installed patches serve the optimizer. `upstream` serves mcore's own verbs, `bridge.frameworks` has other
-frameworks' functions call `Residency`.
+which installed patches serve the optimizer. `bridge.frameworks` has other frameworks' functions call `Residency`.
 """

@@ -86,6 +86,7 @@ class Checks:
                 for name in names:
                     self.before(ddp, name, partial(self.require, kind))
             self.before(ddp, "zero_grad_buffer", partial(self.require, "grads"), partial(backwards.zeroed, ddp))
+            self._refuse_mcores(*ddp.buffers, *ddp.expert_parallel_buffers)
 
     def on_optimizer(self, optimizer: Any, backwards: Backwards) -> None:
         """Check steps and loads of what the training loop steps, until `close`."""
@@ -106,10 +107,24 @@ class Checks:
 
         self.before(optimizer, "step", require_for_step, backwards.used)
         self.before(optimizer, "reload_model_params", self.refuse_training)
+        self._refuse_mcores(*states.optimizers)
         for leaf in states.optimizers if states.is_owner else ():
             self.before(leaf, "step_with_ready_grads", require_states, stepped)
             for name in _OF_ALL_RANKS:
                 self.before(leaf, name, require_states)
+
+    def _refuse_mcores(self, *owners: Any) -> None:
+        """Refuse mcore's own verbs of sleep on buffers or optimizers, until `close`: they would move what is away."""
+
+        def refuse(name: str) -> None:
+            raise RuntimeError(
+                f"mcore's {name}() on a model that has a Residency: call the Residency's offload() and reload(), or "
+                "close() it first"
+            )
+
+        for owner in owners:
+            for name in ("offload_to_cpu", "reload_from_cpu", "restore_from_cpu"):
+                self.before(owner, name, partial(refuse, name))
 
     def before(self, owner: Any, name: str, check: Check, after: Check = lambda: None) -> None:
         """Have `check` called before a method of one object, and `after` once it has returned, until `close`."""

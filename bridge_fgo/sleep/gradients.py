@@ -11,15 +11,17 @@ from bridge_fgo.engines.gradients import buckets_of
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.moved import Kind, map_hosts
+
+COMES_BY = "Residency.reload('grads')"
 
 
 class Gradients:
     """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
-    `param_name_patterns_for_fp32_local_accumulation`. `names` (of parameters, by their `id`) and `comes_by` (what to
-    call to reload them) are for messages.
+    `param_name_patterns_for_fp32_local_accumulation`. `names` (of parameters, by their `id`) are for messages.
 
     While training manages the gradients of a buffer (`OffloadConfig.gradients`), its buckets sleep in its place: they
     become zeros without memory, which nothing reloads, or are kept by the copies that training makes.
@@ -27,15 +29,13 @@ class Gradients:
 
     kind: Kind = "grads"
 
-    def __init__(
-        self, buffers: Sequence[Any], names: Mapping[int, str], comes_by: str = "Residency.reload('grads')"
-    ) -> None:
+    def __init__(self, buffers: Sequence[Any], names: Mapping[int, str]) -> None:
         self._extras = [
-            StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", comes_by)
+            StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", COMES_BY)
             for i, buffer in enumerate(buffers)
             for extra in buffer.extra_main_grads
         ]
-        self._buffers, self._names, self._comes_by = buffers, names, comes_by
+        self._buffers, self._names = buffers, names
         self._of_buffers: dict[int, StorageSlab] = {}
         """By the place of the buffer; made once training does not manage it."""
         self.is_kept = False
@@ -53,7 +53,7 @@ class Gradients:
     def _slab_of(self, i: int, buffer: Any) -> StorageSlab:
         named = [(f"the gradient of parameter {self._names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
         named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-        return StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", self._comes_by, named=named)
+        return StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", COMES_BY, named=named)
 
     @property
     def buckets(self) -> list[GradientBucket]:
@@ -100,7 +100,7 @@ class Gradients:
                 bucket.zero()
             elif bucket.state is BucketState.OFFLOADING:
                 bucket.release()
-            bucket.asleep = self._comes_by
+            bucket.asleep = COMES_BY
         return freed
 
     def reload(self) -> tuple[int, int]:
@@ -111,12 +111,8 @@ class Gradients:
         """
         kept = self._reload_buckets()
         away = [slab for slab in self.slabs if slab.is_away]
-        try:
+        with undo_on_error(*(slab.empty for slab in away)):
             taken = sum(slab.fill(zeroed=not self.is_kept) for slab in away)
-        except BaseException:
-            for slab in away:
-                slab.empty()
-            raise
         copied = sum(slab.copy_in() for slab in away) if self.is_kept else 0
         self.is_kept = False
         return taken + kept, copied + kept

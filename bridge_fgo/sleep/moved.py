@@ -14,7 +14,6 @@ import torch
 from bridge_fgo.memory.driver import Stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep.nccl import held_bytes
 
 Kind = Literal["params", "grads", "optimizer"]
 KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
@@ -49,9 +48,8 @@ class Moved:
     """Bytes of GPU memory of caches and workspaces that were dropped (`sleep.caches`), beside `freed`."""
     stays: dict[str, int] | None = None
     """Bytes of GPU memory that are still taken after a sleep: by tensors ("allocated"), by PyTorch's allocator beside
-    them ("cached"), by NCCL's communicators where PyTorch and NCCL count these ("nccl"), and by all others ("outside"):
-    the CUDA context, libraries, other processes. Of "allocated", "unhosted" is what never moves, as the limit of host
-    memory has no room for it."""
+    them ("cached"), and by all others ("outside"): the CUDA context, NCCL, libraries, other processes. Of "allocated",
+    "unhosted" is what never moves, as the limit of host memory has no room for it."""
     copied_by_kind: dict[str, int] = field(default_factory=dict)
     """`copied` for each of "params", "grads" and "optimizer" that moved."""
     seconds_by_part: dict[str, float] = field(default_factory=dict)
@@ -98,9 +96,6 @@ class Tally:
         free, total = torch.cuda.mem_get_info(self._device)
         allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
         moved.stays = {"allocated": allocated, "cached": reserved - allocated, "outside": total - free - reserved}
-        if (held := held_bytes()) is not None:
-            moved.stays["nccl"] = held
-            moved.stays["outside"] -= held
         if unhosted:
             moved.stays["unhosted"] = unhosted
         kept = moved.freed + moved.caches - (self._allocated - allocated)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.gradients import buckets_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.states.choice import leaves
@@ -60,7 +61,7 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
                 "other ranks, and the new ones come by the gradients' memory; set ddp.overlap_param_gather=False"
             )
     for buffer in (buffer for ddp in ddps for buffer in ddp.buffers + ddp.expert_parallel_buffers):
-        yield from buffer_refusals(buffer)
+        yield from _buffer_refusals(buffer)
     in_ddp = {id(parameter) for ddp in ddps for parameter in ddp.parameters()}
     for name, parameter in chunk.named_parameters():
         if id(parameter) not in in_ddp and hasattr(parameter, "main_grad"):  # to ask allocates it, if it is managed
@@ -75,7 +76,7 @@ def _refusals(chunk: torch.nn.Module) -> Iterator[str]:
             )
 
 
-def buffer_refusals(buffer: Any) -> Iterator[str]:
+def _buffer_refusals(buffer: Any) -> Iterator[str]:
     """Yield why one of mcore's `_ParamAndGradBuffer`s cannot be emptied."""
     if getattr(buffer, "nccl_ub", False):
         yield (
@@ -87,6 +88,11 @@ def buffer_refusals(buffer: Any) -> Iterator[str]:
             "Residency with MXFP8 parameters in a buffer that gradients share (ddp.fp8_param_gather=True, "
             "optimizer.reuse_grad_buf_for_mxfp8_param_ag): the real weights lie in Transformer Engine's tensors, which "
             "are not offloaded yet; set ddp.fp8_param_gather=False"
+        )
+    if not buckets_of(buffer) and not buffer.grad_data.untyped_storage().nbytes():
+        yield (
+            "Residency over gradients whose memory is away: mcore's offload_to_cpu, or a framework's own function, has "
+            "it; bring it back first"
         )
 
 
@@ -179,8 +185,8 @@ def attached_engine(optimizers: Sequence[Any]) -> NativeEngine | None:
         for leaf in optimizers:
             if STATES in vars(leaf):
                 raise ValueError(
-                    "the optimizer has a Residency already, or mcore's offload_to_cpu has moved it: make one "
-                    "Residency, before the first sleep, and close() it before the next"
+                    "the optimizer has a Residency already: make one, before the first sleep, and close() it before "
+                    "the next"
                 )
             if getattr(leaf.config, "offload_optimizer_states", False):
                 raise ValueError(

@@ -38,7 +38,6 @@ class OptimizerStates:
     Args:
         optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
         settings: returns those of an engine of its own, where none is attached.
-        alone: whether other ranks may not make theirs now, and are not asked.
         host_bytes: the most host memory for an engine of its own; states that do not fit stay on the GPU.
 
     Raises:
@@ -52,21 +51,19 @@ class OptimizerStates:
         self,
         optimizer: Any,
         settings: Callable[[], OffloadConfig] = lambda: DEFAULTS,
-        alone: bool = False,
         host_bytes: float = math.inf,
     ) -> None:
         self.meter = PeakMeter()
-        together: Callable[[Callable[[], Any]], Any] = (lambda act: act()) if alone else on_every_rank
-        self.optimizers = together(lambda: movable_optimizers(optimizer))
-        attached = together(lambda: attached_engine(self.optimizers))
+        self.optimizers = on_every_rank(lambda: movable_optimizers(optimizer))
+        attached = on_every_rank(lambda: attached_engine(self.optimizers))
         # The same on all ranks: one whose optimizers are all stubs has none to be attached.
-        self.is_owner = attached is None if alone else not any(gather(attached is not None))
+        self.is_owner = not any(gather(attached is not None))
         """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
         self.sources = [source_of(leaf) for leaf in self.optimizers]
         if attached is None:
             if self.is_owner:
                 make = partial(NativeEngine, self.sources, meter=self.meter, host_bytes=host_bytes)
-                attached = together(lambda: make(config=settings()))
+                attached = on_every_rank(lambda: make(config=settings()))
             else:
                 attached = NativeEngine([], DEFAULTS, self.meter)
         self.engine, self.config = attached, attached.config
@@ -74,8 +71,6 @@ class OptimizerStates:
             own = {id(leaf) for leaf in self.optimizers}
             found = [source for source in attached.sources if isinstance(source, McoreSource)]
             self.sources = [source for source in found if id(source.optimizer) in own]
-        elif alone:
-            self.engine.pin()
         else:
             pin_on_every_rank(self.engine)
         self.may_be_unchanged = True
@@ -91,16 +86,16 @@ class OptimizerStates:
         self.is_always_served = False
         """Whether installed patches serve what is away, as frameworks save and load without a reload."""
         self._serves = 0
-        together(lambda: self._finish(refuses=not alone))
+        on_every_rank(self._finish)
         if self.is_owner:
             for leaf in self.optimizers:
                 setattr(leaf, STATES, self)
 
-    def _finish(self, refuses: bool) -> None:
+    def _finish(self) -> None:
         let_go_for(self)
         if self.is_owner and self.sources and self.engine.schedule.transfers.keeps_host_copies:
             self._copies = HostCopies(self.engine.slabs, self.sources[0].device)
-        if self.is_owner and refuses:
+        if self.is_owner:
             owner = weakref.ref(self)
             self.engine.traffic.touches.refusals.append(
                 lambda: "" if (states := owner()) is None or states.is_served else ASLEEP
@@ -246,13 +241,14 @@ class OptimizerStates:
         self.is_driven = True
         self.may_be_unchanged = False
 
-    def stop_driving(self) -> None:
-        """Make the states resident, and be attached no more; the engine stays.
+    def stop_driving(self, reloads: bool = True) -> None:
+        """Make the states resident if it `reloads`, and be attached no more; the engine stays.
 
         Raises:
             torch.OutOfMemoryError, RuntimeError: as `reload`; it stays attached then.
         """
-        self.engine.require_writable()
+        if reloads:
+            self.engine.require_writable()
         self.is_driven = False
         if self._copies is not None:
             self._copies.forget()

@@ -15,6 +15,7 @@ from bridge_fgo.engines.ranks import on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.storage_slab import Named, Range, StorageSlab
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
@@ -75,7 +76,7 @@ class WeightSlab(StorageSlab):
     """Weights in one storage, which move together, and what they are reloaded from.
 
     Args:
-        tensor, name, comes_by, ranges, named: as for `StorageSlab`; the ranges are what this rank copies.
+        tensor, name, ranges, named: as for `StorageSlab`; the ranges are what this rank copies.
         gather: all-gathers what this rank does not copy; a collective.
         params: the parameters that lie there.
         place: the same for this slab on every rank that `gather` takes part on, and on those for no other; None where
@@ -88,14 +89,13 @@ class WeightSlab(StorageSlab):
         self,
         tensor: torch.Tensor,
         name: str,
-        comes_by: str = COMES_BY,
         ranges: Sequence[Range] | None = None,
         named: Iterable[Named] = (),
         gather: Callable[[], None] = lambda: None,
         params: Sequence[NamedParam] = (),
         place: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(tensor, name, comes_by, ranges, named)
+        super().__init__(tensor, name, COMES_BY, ranges, named)
         self.gather, self.params, self.place = gather, params, place
         self.rounding: Rounding | None = None
         """The masters that round to them; None where there are none."""
@@ -426,14 +426,9 @@ class Weights:
                     tally.moved.freed -= slab.fill(zeroed=True)
                 tally.copy("params", self._write(slabs))
 
-        try:
+        # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
+        with undo_on_error(lambda: wait_for_gpu(self._device), *(slab.empty for slab in slabs)):
             on_every_rank(fill_and_write)
-        except BaseException:
-            # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
-            wait_for_gpu(self._device)
-            for slab in slabs:
-                slab.empty()
-            raise
         for slab in slabs:
             slab.forget_masters()
             slab.is_on_host = False
@@ -549,14 +544,10 @@ def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
             torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
-    named = named_weights(buffer, names)
-    return WeightSlab(buffer.param_data, name, COMES_BY, ranges, named, gather, params, place)
-
-
-def named_weights(buffer: Any, names: Mapping[int, str]) -> list[Named]:
-    """Return a buffer's parameters and buckets; for quantized parameters the objects around what the buffer holds."""
-    params = [(f"parameter {names.get(id(param), '')!r}", param) for param in buffer.params]
-    return [*params, *(("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets)]
+    # Of quantized parameters the objects around what the buffer holds.
+    named: list[Named] = [(f"parameter {name!r}", param) for name, param in params]
+    named += [("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets]
+    return WeightSlab(buffer.param_data, name, ranges, named, gather, params, place)
 
 
 def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:

@@ -326,8 +326,7 @@ def test_what_is_no_plain_row_of_bytes_is_copied_as_mcore_does(waits, pieces, mo
                 assert pieces(of(256))[1] == [" 256"]
 
 
-def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(offload, monkeypatch):
-    monkeypatch.setattr(activation_offload, "_are_added", False)
+def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(offload):
     other = SimpleNamespace(optimizer=SimpleNamespace(offload_optimizer_states=False))
     with bridge_fgo.install():
         activation_offload.add_waits()  # as a session does
@@ -335,14 +334,15 @@ def test_another_config_in_the_process_takes_no_waits_from_a_training_that_runs(
         train(offload, ONE_STAGE)
 
 
-def test_a_residency_that_is_asked_for_the_waits_adds_them_before_any_training_step(monkeypatch):
-    monkeypatch.setattr(activation_offload, "_are_added", False)
+def test_a_residency_that_is_asked_for_the_waits_adds_them_until_it_is_closed():
     config = bridge_fgo.OffloadConfig(activation_waits=True)
     with pytest.raises(ValueError, match=r"activation_waits=True\)\): call bridge_fgo\.install\(\) first"):
         bridge_fgo.Residency(torch.nn.Linear(3, 2), config=config)
     with bridge_fgo.install():
-        bridge_fgo.Residency(torch.nn.Linear(3, 2), config=config).close()
-    assert activation_offload._are_added
+        res = bridge_fgo.Residency(torch.nn.Linear(3, 2), config=config)
+    assert list(activation_offload.askers) == [res]
+    res.close()
+    assert not activation_offload.askers
 
 
 def test_an_mcore_without_one_of_the_methods_is_refused_where_the_waits_are_asked_for(offload, monkeypatch):

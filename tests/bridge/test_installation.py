@@ -55,7 +55,6 @@ MCORE = """
 optimizer.optimizer_config.OptimizerConfig.offload_optimizer_states models.mimo.optimizer.get_mimo_optimizer
 transformer.cuda_graphs.TECudaGraphHelper.create_cudagraphs
 distributed.param_and_grad_buffer._ParamAndGradBuffer.offload_to_cpu
-distributed.param_and_grad_buffer._ParamAndGradBuffer.reload_from_cpu
 distributed.param_and_grad_buffer._ParamAndGradBuffer.reset
 distributed.param_and_grad_buffer._ParamAndGradBuffer.scale_gradients
 distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync
@@ -213,7 +212,6 @@ def test_an_uninstall_that_finds_a_patch_on_its_own_undoes_nothing_and_ends_no_s
 @pytest.fixture
 def versions(monkeypatch):
     """Return what has the packages be of other versions."""
-    monkeypatch.setattr(patch, "_warned", set())
     return lambda bridge, core: monkeypatch.setattr(
         patch, "version_of", {"megatron-bridge": bridge, "megatron-core": core}.__getitem__
     )
@@ -236,9 +234,8 @@ def test_a_newer_bridge_that_fits_is_patched_with_one_warning_and_a_checkout_by_
     versions("0.7.0", "0.20.0")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            with bridge_fgo.install():
-                assert hasattr(bridge_train.train_step, "__wrapped__")
+        with bridge_fgo.install():
+            assert hasattr(bridge_train.train_step, "__wrapped__")
     said = [str(one.message) for one in caught if str(one.message).startswith("bridge_fgo:")]
     assert len(said) == 1 and "megatron-bridge 0.7.0" in said[0] and "below 0.7" in said[0]
 

@@ -38,7 +38,7 @@ ARM = HERE / "peers_arm.py"
 ARM_SECONDS = 330
 """Of which imports and the making of the model take most."""
 
-OF_ADAM = ("never", "ours", "mcore+ours", "mcore", *(f"{by}{ours}" for by in FILES for ours in ("", "+ours")))
+OF_ADAM = ("never", "ours", "mcore", *(f"{by}{ours}" for by in FILES for ours in ("", "+ours")))
 PLAIN = (*OF_ADAM, "memory_saver", "memory_saver+retained")
 OURS = tuple(by for by in PLAIN if by.endswith("ours"))
 """With "+ours": a peer's own functions after `install(frameworks=...)`."""
@@ -155,7 +155,7 @@ def tell(kind: str, runs: dict[str, dict[str, Any]]) -> bool:
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |")
         if by in OURS:
-            good &= equal == "equal" and not (left and by != "mcore+ours")
+            good &= equal == "equal" and not left
             has_gpu = cycles[0]["before"]["free"] > 0
             good &= not (has_gpu and kind == "plain") or (
                 returned >= LEAST_RETURNED and drift <= MOST_DRIFT and run["pinned"][-1] == run["pinned"][1]

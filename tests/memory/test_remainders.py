@@ -404,6 +404,38 @@ def test_trust_in_one_sources_weights_is_none_in_anothers(inside):
     training.check()
 
 
+def left_as_they_are(training, source):
+    pass
+
+
+def touched(training, source):
+    with pytest.raises(RuntimeError, match=CHANGED):
+        max(masters_of(source.optimizer), key=len).sum()
+
+
+@pytest.mark.parametrize("before", [left_as_they_are, touched, fail_to_overwrite])
+def test_masters_that_are_given_up_are_errors_and_a_close_brings_all_the_others(before):
+    training, weight = updated(optimizers=2)
+    engine, (source, lost) = training.engine, training.sources
+    weight[0] += 1
+    before(training, lost)
+    nbytes = engine.give_up_masters("given up")
+    engine.close()
+    training.check_one(source)
+    given_up = []
+    for state, twin in training.states(lost):
+        try:
+            assert torch.equal(state, twin)
+        except RuntimeError as error:
+            assert str(error) == "given up"
+            given_up.append(state)
+    assert nbytes == sum(each.nbytes for each in given_up) > 0
+    assert {id(each) for each in given_up} <= {id(each) for each in masters_of(lost.optimizer)}
+    for again in ({}, {"master_remainders": False}):
+        with pytest.raises(RuntimeError, match="given up"):
+            NativeEngine([lost], OffloadConfig(engine="native", **again), PeakMeter())
+
+
 def test_masters_that_one_source_has_lost_forbid_the_steps_of_all_and_the_saves_of_it_alone_until_they_are_written():
     training, weight = updated(optimizers=2)
     engine, (source, lost) = training.engine, training.sources

@@ -36,14 +36,11 @@ def in_ddp(kind):
 
 
 @pytest.mark.usefixtures("mcore_knows_them")
-@pytest.mark.parametrize("by", ["Residency", "mcore's verbs"])
 @pytest.mark.parametrize(
     ("kind", "has_copy"),
     [(Float8Tensor, True), (Float8Tensor, False), (Float8BlockwiseQTensor, True), (RowBlocks, True)],
 )
-def test_fp8_parameters_and_what_is_made_of_them_leave_and_return_and_what_was_not_there_is_not_made(
-    kind, has_copy, by
-):
+def test_fp8_parameters_and_what_is_made_of_them_leave_and_return_and_what_was_not_there_is_not_made(kind, has_copy):
     with CpuTraining(options()), bridge_fgo.install():
         ddp = in_ddp(kind)
         weight = ddp.module.weight
@@ -51,20 +48,12 @@ def test_fp8_parameters_and_what_is_made_of_them_leave_and_return_and_what_was_n
         weight.update_usage(True, has_copy)
         before = weight._rowwise_data.clone(), has_copy and weight._columnwise_data.clone()
         derived = kind is not RowBlocks
-        if by == "Residency":
-            res = bridge_fgo.Residency(ddp)
-            moved = res.offload("params")
-            assert moved.copied == moved.freed == sum(buffer.param_data.nbytes for buffer in ddp.buffers)
-        else:
-            for buffer in ddp.buffers:
-                buffer.offload_to_cpu()
+        res = bridge_fgo.Residency(ddp)
+        moved = res.offload("params")
+        assert moved.copied == moved.freed == sum(buffer.param_data.nbytes for buffer in ddp.buffers)
         assert weight._rowwise_data.untyped_storage().nbytes() == 0
         assert (weight._columnwise_data is None) == derived  # of others nobody could make it again
-        if by == "Residency":
-            res.reload()
-        else:
-            for buffer in ddp.buffers:
-                buffer.reload_from_cpu()
+        res.reload()
         assert torch.equal(weight._rowwise_data, before[0])
         assert torch.equal(weight._columnwise_data, before[1]) if has_copy else weight._columnwise_data is None
         own = {buffer.param_data.untyped_storage()._cdata for buffer in ddp.buffers}

@@ -1,7 +1,9 @@
 """Two data-parallel ranks, each a process, copy their own shards and all-gather the others'."""
 
+import datetime
 import functools
 
+import children
 import pytest
 import rank_child
 
@@ -73,3 +75,9 @@ def test_a_stage_in_which_nothing_trains_trains_saves_and_loads_with_the_flag_as
         assert [max(mine["held"]) for mine in offloaded] == [0, 0]
         assert sum(max(theirs["held"]) for theirs in resident) > 0
         loads = [folder / "trained" for folder in folders]
+
+
+def test_verbs_of_two_models_that_two_threads_call_end_one_before_the_other_on_both_ranks(tmp_path):
+    job = rank_child.Job(tmp_path / "ranks", 2, True, None, timeout=datetime.timedelta(seconds=20))
+    for mine in children.run_ranks(rank_child.sleep_by_two_threads, job):
+        assert mine == {"errors": [None, None], "away": [["params"], ["params"]]}

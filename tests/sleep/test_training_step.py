@@ -143,7 +143,6 @@ def test_a_loop_without_a_schedule_gets_its_states_back_as_ddp_finishes_gradient
 def test_a_loop_of_ones_own_has_short_pieces_and_the_waits_that_activation_offload_lacks(monkeypatch, capsys):
     limits = []
     monkeypatch.setattr(Transfers, "limit_pieces", lambda self, piece_bytes: limits.append(piece_bytes))
-    monkeypatch.setattr(activation_offload, "_are_added", False)
     with CpuTraining(options()) as training:
         res = residency(training)
         with pytest.raises(ValueError, match="has a Residency already"):
@@ -259,7 +258,6 @@ def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkey
     config = bridge_fgo.OffloadConfig
     assert {field.name for field in fields(config)} == OTHER.keys()
     monkeypatch.setattr(PeakMeter, "works", True)
-    monkeypatch.setattr(activation_offload, "_are_added", False)
     has_flag = case == "the flag's engine"
     with bridge_fgo.install(WHOLE):
         me = sleeper(0, flag=WHOLE if has_flag else None)
@@ -275,7 +273,6 @@ def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkey
 @pytest.mark.parametrize("name", OTHER)
 def test_settings_given_to_install_count_without_a_config_or_are_refused_by_name(sleeper, monkeypatch, name):
     monkeypatch.setattr(PeakMeter, "works", True)
-    monkeypatch.setattr(activation_offload, "_are_added", False)
     model, optimizer = (training := sleeper(0).training).model, training.optimizer
     given = bridge_fgo.OffloadConfig(**{name: OTHER[name]})
     with bridge_fgo.install(given):
@@ -316,3 +313,25 @@ def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_ste
         assert res.away == set()  # an uninstall makes states resident
         seen.append(step(training))
     assert (seen, training.digests()) == expected
+
+
+def test_an_uninstall_leaves_masters_whose_weights_were_changed_with_their_residency(capsys):
+    expected = trained(3)
+    with CpuTraining(options()) as training:
+        with bridge_fgo.install():
+            res = residency(training, config=PACKED)
+            seen = [step(training, context=res.training_step) for _ in range(2)]
+            res.offload("optimizer")
+            weight = next(training.model[0].parameters()).detach().view(-1)
+            kept = weight[:1].clone()
+            weight[:1] += 1
+        assert res.away == {"optimizer"}
+        assert capsys.readouterr().out.count("stays off the GPU with its Residency") == 1
+        with pytest.raises(RuntimeError, match=r"call reload\('optimizer'\) first"):
+            training.optimizer.step()
+        with pytest.raises(RuntimeError, match="weights of the model were changed"):
+            res.reload()
+        weight[:1] = kept
+        res.close()
+        seen.append(step(training))
+        assert (seen, training.digests()) == expected

@@ -53,7 +53,6 @@ COMMANDS = [
     ("run --engin native ok.py", 2, "Usage: bridge-fgo run", LIGHT),
     ("BRIDGE_FGO_FRAMEWORKS=vrl run ok.py", 2, "bridge-fgo run: the environment variable BRIDGE_FGO_FRAMEWORKS", LIGHT),
     ("BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB=64G run ok.py", 2, "bridge-fgo run: the environment variable BRIDGE_FG", LIGHT),
-    ("BRIDGE_FGO_NCCL=off run ok.py", 2, "bridge-fgo run: the environment variable BRIDGE_FGO_NCCL='off': use", LIGHT),
     ("run -m no_such_package.train", 2, "bridge-fgo run: -m no_such_package.train: there is no module", LIGHT),
     ("run ok.py", 0, "trained", TORCH),
     ("plan nothere.yaml", 2, "bridge-fgo plan: nothere.yaml: there is no such file", LIGHT),
