@@ -80,6 +80,12 @@ class OffloadConfig:
     next one. These copies hide behind microbatches of some 5,600 tokens or more on an H200. Needs
     `ddp.overlap_grad_reduce=True`: without it all gradients of a rank are one bucket."""
 
+    survive_crash: bool = False
+    """Let a restart go on from the last finished step, without a checkpoint, if the node and its keeper still live.
+    Host memory of the states is held by a small process too (`bridge-fgo keep -- torchrun ...`), and each slab has two
+    buffers, so that one step is always whole: 24 bytes a parameter instead of 12. A restart does at most two steps
+    again."""
+
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
     time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
@@ -116,7 +122,7 @@ class OffloadConfig:
                 refuse(each.name, ": use a value of Python's own types")
         if self.engine not in get_args(Engine):
             refuse("engine", f": use one of {', '.join(get_args(Engine))}")
-        for name in ("moments", "master_weights", "master_remainders", "pin_memory", *ALWAYS):
+        for name in ("moments", "master_weights", "master_remainders", "survive_crash", "pin_memory", *ALWAYS):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, ": use True or False")
         if not (isinstance(self.gradients, bool) or self.gradients == "lazy"):
@@ -127,6 +133,10 @@ class OffloadConfig:
         if self.master_remainders and not self.master_weights:
             why = "no master is copied at all; set master_weights=True, or leave master_remainders at False"
             refuse("master_remainders", f" with master_weights=False: {why}")
+        for name in ("moments", "master_weights", "fraction", "master_remainders"):
+            value, whole = getattr(self, name), {"fraction": 1.0, "master_remainders": False}.get(name, True)
+            if self.survive_crash and value != whole:
+                refuse("survive_crash", f" with {name}={value!r}: the host has to have all states; set {name}={whole}")
         if not is_number(self.fraction):
             refuse("fraction", ": use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:

@@ -97,9 +97,10 @@ class CheckpointingEngine(Engine):
     def use_worker_memory(self) -> None:
         """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
         self._has_worker = True
-        slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
+        every = [slab for each in self._offloaded.values() for slab in each.slabs]
+        slabs = [slab for slab in every if not isinstance(slab.host, SharedHostBuffer)]  # others are shared already
         self._lends = has_files_for_buffers(len(slabs))
-        needed = sum(slab.nbytes for slab in slabs)
+        needed = sum(slab.nbytes for slab in every)
         if self._lends and needed <= self.host_room:
             self.host_room -= needed
         elif self._lends:
@@ -112,10 +113,10 @@ class CheckpointingEngine(Engine):
                     slab.share_host(buffer)
 
     def _has_spares(self, source: Source) -> bool:
-        """Return whether every slab has a second host buffer. They are made for the first save."""
-        lacking = [slab for slab in self._offloaded[source].slabs if slab.spare is None]
+        """Return whether every slab has a host buffer to spare. They are made for the first save."""
+        lacking = [slab for slab in self._offloaded[source].slabs if len(slab.spares) == slab.least_spares]
         for slab, buffer in zip(lacking, self._shared_hosts(lacking), strict=False):
-            slab.spare = buffer
+            slab.spares.append(buffer)
         return self._lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
@@ -127,14 +128,14 @@ class CheckpointingEngine(Engine):
         try:
             if needed > (free := free_for_each_rank()):
                 raise ValueError(f"each rank of this node needs {needed} bytes of host memory, and can have {free}")
-            buffers = [SharedHostBuffer(slab.nbytes) for slab in slabs]
+            buffers = [slab.host.to_lend() for slab in slabs]
             if self._pins:
                 page_lock(buffers)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, MemoryError) as error:
             self._lends = False
             for each in self._offloaded.values():
                 for slab in each.slabs:
-                    slab.drop_spare()
+                    slab.drop_spares()
             self.warn(f"{COPIES}: {error}")
             return []
         return buffers
@@ -182,6 +183,16 @@ class CheckpointingEngine(Engine):
                     slab.require_writable()  # it is loaded where it is
         for bundle in source.states():
             _make(bundle.states)  # of those that are not offloaded
+
+    def release_for_kept(self, source: Source) -> None:
+        """Release every slab, also of states that no step has made: the host is about to have another process's."""
+        with own(), self.transfers.computing():
+            for slab in self._offloaded[source].slabs:
+                if slab.state is not SlabState.RELEASED:
+                    _make(slab.states)
+                    slab.require_writable()
+                    slab.adopt()
+                    slab.release_unchanged()
 
     def put(
         self, source: Source, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write

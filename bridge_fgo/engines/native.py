@@ -85,6 +85,7 @@ class NativeEngine(CheckpointingEngine):
         self.masters = PackedMasters(remainders, self._offloaded, transfers)
         self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
         self._advice = Advice(transfers, meter)
+        self.copies_all = config.survive_crash  # whether the host gets what stays on the GPU too
         self._advises = config.fraction == 1 and budget != "auto"
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
@@ -103,11 +104,12 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def bytes_to_pin(self) -> int:
-        return sum(host.tensor.numel() for host in self._hosts_to_pin)
+        return sum(host.untouched_bytes for host in self._hosts_to_pin)
 
     @property
     def _hosts_to_pin(self) -> list[HostBuffer]:
-        return [*(slab.host for slab in self.slabs), *self.hosts_beside] if self._pins else []
+        hosts = (host for slab in self.slabs for host in slab.hosts)
+        return [*hosts, *self.hosts_beside] if self._pins else []
 
     @override
     def pin(self) -> None:
@@ -129,8 +131,8 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def host_bytes(self) -> int:
-        """Bytes of host memory for the slabs, page-locked or not, with second buffers of background saves."""
-        return sum(slab.nbytes * (1 if slab.spare is None else 2) for slab in self.slabs)
+        """Bytes of host memory for the slabs, page-locked or not, with all buffers that take turns."""
+        return sum(slab.nbytes * len(slab.hosts) for slab in self.slabs)
 
     @property
     @override
@@ -207,7 +209,7 @@ class NativeEngine(CheckpointingEngine):
         # Of a pass that is run again some are on their way back.
         coming = [source for source, each in self._offloaded.items() if each.coming]
         with self.masters.verified(*coming) if coming else nullcontext():
-            moving = [slab for each in self._offloaded.values() for slab in each.moving]
+            moving = [s for each in self._offloaded.values() for s in (each.slabs if self.copies_all else each.moving)]
             self._advice.time_copies(moving, send_off)
         self.schedule.begin_pass(is_like_others)
 

@@ -45,7 +45,6 @@ class GradientBucket:
     """
 
     staging: torch.Tensor | None = None
-    is_lent = False
 
     def __init__(
         self,

@@ -37,9 +37,17 @@ registering pages that nobody touched before ran at 2.1 GB/s."""
 class HostBuffer:
     """`nbytes` (above 0) of host memory as one uint8 tensor, which `page_lock` locks; RuntimeError where there is none.
 
+    Its classes differ in where the bytes are: in this process, in a file on a disk (`FileBuffer`), in memory that a
+    process that saves reads too (`SharedHostBuffer`), or in memory that outlives this process (`KeptBuffer` in
+    `engines.kept_steps`). Whoever writes one first calls `before_write`, and then asks whether it `is_taken`.
+
     PyTorch's own pinned allocator rounds every block up to a power of two (pytorch#95823, pytorch#150517), which can
     double the host memory of a job; here a mapping of the exact size is registered instead.
     """
+
+    is_taken = False  # whether its bytes have to stay as they are, because somebody else reads them
+    is_lent = False  # whether somebody in this process has a tensor of it that was lent
+    untouched_bytes = 0  # that `lock` takes from the host; 0 once it has
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -50,16 +58,28 @@ class HostBuffer:
                 "OffloadConfig.fraction, or run on a host with more memory"
             ) from error
         self.address = self.tensor.data_ptr()
-        self.pinned_bytes = 0
+        self.pinned_bytes, self.untouched_bytes = 0, nbytes
         self.is_to_lock = True  # whether `page_lock` is still to lock it, unless the settings have it unlocked
 
     def _map(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
+    def before_write(self) -> None:
+        """Do what has to be done before the buffer is written."""
+
+    def before_update(self) -> None:
+        """Do what has to be done before the states are updated whose bytes may be on their way to the buffer."""
+
+    def to_lend(self) -> SharedHostBuffer:
+        """Return a buffer of the same size that takes turns with it, so that either may be lent."""
+        return SharedHostBuffer(self.tensor.numel())
+
     def lock(self) -> None:
         """Touch every page and page-lock the buffer; RuntimeError where CUDA refuses."""
         nbytes, address = self.tensor.numel(), self.address
-        ctypes.memset(address, 0, nbytes)  # without the GIL; registering touches pages too, many times slower
+        if self.untouched_bytes:  # without the GIL; registering touches pages too, many times slower
+            ctypes.memset(address, 0, nbytes)
+            self.untouched_bytes = 0
         self._unlock = weakref.finalize(self, _unlock, PageLock(address, nbytes), torch.cuda.current_device())
         # At interpreter exit the CUDA context may be gone already, and the driver unlocks the pages itself.
         self._unlock.atexit = False
@@ -125,7 +145,7 @@ def page_lock(buffers: Sequence[HostBuffer]) -> None:
             os.sched_setaffinity(0, cpus)  # 0 is the calling thread
 
     with ThreadPoolExecutor(PINNING_THREADS, initializer=begin) as pool:
-        list(pool.map(_Room(sum(buffer.tensor.numel() for buffer in buffers)).lock, buffers))  # raises the first error
+        list(pool.map(_Room(sum(buffer.untouched_bytes for buffer in buffers)).lock, buffers))  # raises the first error
 
 
 class _Room:
@@ -137,7 +157,7 @@ class _Room:
         self._changes = threading.Condition()
 
     def lock(self, buffer: HostBuffer) -> None:
-        nbytes = buffer.tensor.numel()
+        nbytes = buffer.untouched_bytes
         with self._changes:
             # Of what other threads are touching the host may have counted a part: it is asked again when they are done.
             while self._touched + nbytes > (free := available_bytes()):
@@ -210,10 +230,13 @@ def shared_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MemoryFile:
-    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it, or OSError."""
+    """A file of `nbytes` that is nothing but memory, open and mapped as long as anything refers to it, or OSError.
 
-    def __init__(self, nbytes: int) -> None:
-        self.file = _memory_file(nbytes)
+    By default a new one; `file` is the descriptor of one that there is.
+    """
+
+    def __init__(self, nbytes: int, file: int | None = None) -> None:
+        self.file = _memory_file(nbytes) if file is None else file
         weakref.finalize(self, os.close, self.file)
         self.memory = _mapped(self.file, nbytes)
 
@@ -246,6 +269,8 @@ class SharedHostBuffer(HostBuffer):
     memory before it hands it to the process that saves. These tensors both take as they are.
     """
 
+    _start = 0  # where it begins in the file
+
     def __init__(self, nbytes: int) -> None:
         self._loan: Callable[[], Loan | None] = lambda: None
         super().__init__(nbytes)
@@ -259,6 +284,7 @@ class SharedHostBuffer(HostBuffer):
         """Return the tensor at `offset` (bytes), of the shape and dtype of `like`, and lend the buffer meanwhile."""
         loan = self._loan() or Loan(self._file)
         self._loan = weakref.ref(loan)
+        offset += self._start
         storage: Any = _part(self._file.memory, offset, like.nbytes)
         # torch makes a storage over memory that is there of its own class only. It keeps this object, and so the loan,
         # as long as any tensor has the storage.
@@ -267,9 +293,14 @@ class SharedHostBuffer(HostBuffer):
         return tensor_of(storage, like)
 
     @property
-    def is_lent(self) -> bool:
+    def is_lent(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether somebody in this process has a tensor that was lent."""
         return self._loan() is not None
+
+    @property
+    def is_taken(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it is lent: for minutes a checkpoint's writer reads it, and would save what is written there."""
+        return self.is_lent
 
 
 def _reduce_storage(storage: LentStorage) -> tuple[Any, ...]:

@@ -204,9 +204,9 @@ class Slab(SlabStateMachine):
     groups, the keys of `optimizer.state`, `param.main_param`) goes on seeing it. Of states that have a home, the
     storage, as it is, is the slab's GPU memory, emptied and filled.
 
-    Host memory is one buffer, or two that take turns: while a checkpoint's writer reads the one, copies out go to the
-    other. A buffer is lent only while the other is free, so that a copy out, which starts in mid-step, neither waits
-    nor allocates.
+    Host memory is one buffer, or several that take turns: while a checkpoint's writer reads one, or a crash's record
+    names it, copies out go to another. A buffer is lent only while another stays free, so that a copy out, which starts
+    in mid-step, neither waits nor allocates.
     """
 
     def __init__(
@@ -237,7 +237,8 @@ class Slab(SlabStateMachine):
         self._staging_home: tuple[torch.Tensor, torch.UntypedStorage] | None = None
         self.is_encoded = False  # whether `staging` was in the newest copy out, until it is decoded
         self.host: HostBuffer = HostBuffer(self.nbytes)  # copies out write it, copies in read it
-        self.spare: SharedHostBuffer | None = None  # a second buffer, for while `host` is lent; both are shared then
+        self.spares: list[HostBuffer] = []  # others, for while the bytes of `host` have to stay
+        self.least_spares = 0  # how many of them it has, also where none is lent
 
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -310,6 +311,11 @@ class Slab(SlabStateMachine):
             if self.is_encoded:
                 with self.transfers.computing():
                     _decode([self])
+
+    @override
+    def require_writable(self) -> None:
+        self.host.before_update()
+        super().require_writable()
 
     @override
     def release_unchanged(self) -> None:
@@ -495,12 +501,12 @@ class Slab(SlabStateMachine):
     @property
     def is_lent(self) -> bool:
         """Whether a checkpoint's writer may still read the host buffer."""
-        return self.spare is not None and isinstance(self.host, SharedHostBuffer) and self.host.is_lent
+        return self.host.is_lent
 
     @property
     def can_lend(self) -> bool:
-        """Whether the host buffer may be lent, for the first time or once more."""
-        return self.spare is not None and not self.spare.is_lent
+        """Whether the host buffer may be lent, for the first time or once more: another stays free."""
+        return sum(not spare.is_lent for spare in self.spares) > self.least_spares
 
     def lend(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the host memory of a tensor at an offset in bytes, which nothing writes until it goes."""
@@ -508,40 +514,45 @@ class Slab(SlabStateMachine):
         return self.host.lend(tensor, offset)
 
     def own_host(self, keep: bool = False) -> None:
-        """Make sure that the host buffer, which is about to be written, is not lent; `keep`: its bytes stay."""
-        if not self.is_lent:
+        """Make sure that the host buffer, which is about to be written, is not taken; `keep`: its bytes stay."""
+        taken = self.host
+        taken.before_write()
+        if not taken.is_taken:
             return
         # Race: for minutes a checkpoint's writer reads the buffer; it would save what is written there now.
-        assert self.can_lend
-        lent, free = self.host, self.spare
-        assert isinstance(lent, SharedHostBuffer) and free is not None
+        place = next(place for place, spare in enumerate(self.spares) if not spare.is_taken)
         if keep:
-            free.tensor.copy_(lent.tensor)
-        self.host, self.spare = free, lent
+            self.spares[place].tensor.copy_(taken.tensor)
+        self.host, self.spares[place] = self.spares[place], taken
 
-    def drop_spare(self) -> None:
-        """Let go of the second host buffer, as none is lent any more. What a writer has stays with the writer."""
-        if self.spare is None:
+    def drop_spares(self) -> None:
+        """Let go of a buffer that was made to lend the other, as none is lent any more; a writer keeps what it has."""
+        if self.least_spares or not self.spares:  # those that are kept take turns anyway
             return
         self.transfers.finish_out()  # Race: of a buffer that is lent, what has not landed would not be in the other.
         self.own_host(keep=True)
-        self.transfers.forget(self.spare.address)
-        self.spare.close()
-        self.spare = None
+        for spare in self.spares:
+            self.transfers.forget(spare.address)
+            spare.close()
+        self.spares = []
+
+    @property
+    def hosts(self) -> list[HostBuffer]:
+        """All its host buffers."""
+        return [self.host, *self.spares]
 
     @property
     def pinned_bytes(self) -> int:
         """Host bytes that are page-locked for the slab."""
-        return self.host.pinned_bytes + (0 if self.spare is None else self.spare.pinned_bytes)
+        return sum(host.pinned_bytes for host in self.hosts)
 
     def close(self) -> None:
         """Let go of the host memory; the tensors stay in the slab's GPU memory, which counts no more."""
         self._ledger.change(-self.gpu_bytes, self._close_host)
 
     def _close_host(self) -> None:
-        self.host.close()
-        if self.spare is not None:
-            self.spare.close()
+        for host in self.hosts:
+            host.close()
 
 
 class Part(PartBytes):

@@ -43,11 +43,6 @@ class Movable(Protocol):
         """GPU memory that is copied, uint8."""
         ...
 
-    @property
-    def is_lent(self) -> bool:
-        """Whether a checkpoint's writer may still read the host buffer."""
-        ...
-
     def allocate(self) -> None:
         """Take GPU memory, of undefined content."""
 

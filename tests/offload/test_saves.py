@@ -395,8 +395,8 @@ class Measured:
     def save(self, source):
         handed = self.training.saved(source)
         for slab in self.training.slabs(source):
-            if slab.spare is not None:
-                slab.spare.tensor.zero_()  # as page-locking it does
+            for spare in slab.spares:
+                spare.tensor.zero_()  # as page-locking it does
         return handed
 
 
@@ -428,7 +428,7 @@ def test_second_buffers_that_can_be_lent_no_more_are_let_go_of(measured, monkeyp
     monkeypatch.setattr(checkpoints, "free_for_each_rank", lambda: 0)
     measured.save(second)
     assert len(training.said) == 1 and "gets copies of the states" in training.said[0]
-    assert not any(slab.spare for slab in training.slabs())
+    assert not any(slab.spares for slab in training.slabs())
     one_step(training)
     assert are_equal(handed, expected)
     del handed
