@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.gradients import Gradients
@@ -55,6 +56,10 @@ class Stats:
     touched_bytes: int = 0
     """State reloaded in the whole run because code used a tensor while it was offloaded. `reload_states()` beforehand
     reloads everything at once."""
+    restored_step: int | None = None
+    """Finished step that this start went on from after a crash (`OffloadConfig.survive_crash`). None if it did not."""
+    restore_seconds: Mapping[str, float] = field(default_factory=dict)
+    """Host time of that start by part: to agree on a step, to page-lock its memory, and to go on from it."""
     peak_forward_backward_bytes: int | None = None
     """Peak of allocated GPU memory in forward and backward, the largest of the passes. None without a GPU.
 

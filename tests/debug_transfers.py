@@ -18,6 +18,7 @@ from typing import override
 
 from bridge_fgo.bridge import session
 from bridge_fgo.engines import native
+from bridge_fgo.engines.kept_steps import KeptBuffer
 from bridge_fgo.memory.transfers import CudaTransfers, Movable, Transfers
 
 VARIABLE = "BRIDGE_FGO_DEBUG"
@@ -118,7 +119,7 @@ class DebugTransfers(Transfers):
         if self._cuda is not None and self._stale:
             self.finish_in()
         for slab in self._stale:
-            if not slab.is_lent:
+            if not slab.host.is_taken and not isinstance(slab.host, KeptBuffer):  # a record may be about to name it
                 slab.host.tensor.fill_(POISON)
         self._stale.clear()
 

@@ -9,12 +9,14 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
+from bridge_fgo.bridge.crash import Survival
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
 from bridge_fgo.bridge.refusals import (
@@ -80,6 +82,7 @@ class Session:
         owner: OptimizerStates | None = None,
     ) -> None:
         self.gradients: Gradients | None = None
+        self.survival: Survival | None = None
         self.model_config = model_config
         # mcore frees activations while their copies out may still run. Their memory is no room for states until then:
         # the allocator would wait for the copies.
@@ -97,10 +100,15 @@ class Session:
                     if config.gpu_memory_budget_gib is not None:
                         engine.schedule.holding.gradients_stay = self.gradients.stay
                     engine.hosts_beside = self.gradients.map_hosts()
+                if config.survive_crash:
+                    assert isinstance(engine, NativeEngine)
+                    self.survival = Survival(sources, engine, chunks)
                 return sources, engine
 
             with undo_on_error(lambda: self.gradients and self.gradients.close()), collectives:
                 sources, engine = on_every_rank(make)
+                if self.survival is not None:
+                    self.survival.agree()
                 pin_on_every_rank(engine)
             # Only now, so that a refusal leaves nothing half attached, on any rank.
             for source in sources:
@@ -235,12 +243,18 @@ class Session:
             self.engine.begin_pass(is_like_others=False)
         else:
             self.engine.begin_pass()
+        self._poll()
         self._points.begin_pass(self.engine.checks_inputs_only)
+
+    def _poll(self) -> None:
+        if self.survival is not None and self.survival.kept is not None:
+            self.survival.kept.poll()
 
     def _point(self, mark: Mark) -> bool:
         if self.closed:  # within the step, for whose length the hooks hang
             return False
         moves = self.engine.point(mark)
+        self._poll()
         if self.gradients is not None:
             self.gradients.point(mark)
         return moves
@@ -256,6 +270,8 @@ class Session:
             return
         self.figures.reloading()
         self.engine.reload()
+        if self.survival is not None:
+            self.survival.end_pass()
 
     def updating(self) -> None:
         """Note that an optimizer is about to step, so that every state will exist; raise as `Engine.updating`."""
@@ -290,6 +306,9 @@ class Session:
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
+        if self.survival is not None:
+            self.survival.close()
+            self.survival = None
         if self._owner is not None:
             self._owner.stop_driving(reloads=not gives_up)
             if gives_up:
@@ -310,6 +329,9 @@ class Session:
         """Make the figures as they are now what `bridge_fgo.stats` returns."""
         global _newest_stats
         _newest_stats = self.figures.snapshot()
+        if self.survival is not None:
+            restored = {"restored_step": self.survival.restored_step, "restore_seconds": self.survival.seconds}
+            _newest_stats = replace(_newest_stats, **restored)
 
     def announce(self) -> None:
         """Say in one line, on rank 0, what will happen."""

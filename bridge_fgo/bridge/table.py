@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from bridge_fgo.bridge import activation_offload, before_training, fsdp_wrappers, state_wrappers, train_step
+from bridge_fgo.bridge import activation_offload, before_training, crash, fsdp_wrappers, state_wrappers, train_step
 from bridge_fgo.bridge.compat import TRAINING
 from bridge_fgo.bridge.config_fields import ConfigFieldsPatch
 from bridge_fgo.bridge.patch import FunctionPatch, Patch, StandAsidePatch, Wrapper
@@ -59,6 +59,13 @@ def _of_bridge() -> list[FunctionPatch]:
         FunctionPatch(f"{TRAINING}.setup", "_update_model_config_funcs", before_training.after_model_hooks,
             ("optimizer", "model_config"),
             "binds finalize: the first moment at which everything exists that an engine of mcore's attaches to"),
+        FunctionPatch(f"{TRAINING}.setup", "_should_load_checkpoint", crash.asks_for_checkpoint,
+            ("cfg", "checkpoint_manager"),
+            "the one question before a checkpoint is loaded, with what loads it, whichever manager that is"),
+        FunctionPatch(f"{TRAINING}.setup", "setup_data_iterators", crash.makes_iterators, (),
+            "makes the loaders' iterators, which draw random numbers as they begin"),
+        FunctionPatch(f"{TRAINING}.setup", "maybe_load_dataloader_state", crash.loads_data_state, ("train_iterator",),
+            "loads the data's state of a checkpoint, of which there is none after a crash", optional=True),
         FunctionPatch(f"{TRAINING}.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
             before_training.after_model_hooks, ("optimizer", "model"),
             "binds finalize in the MIMO setup, before the checkpoint load"),

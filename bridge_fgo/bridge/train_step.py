@@ -43,11 +43,15 @@ def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_
         return result
     if session is None:
         return wrapped(*args, **kwargs)
+    if session.survival is not None:
+        session.survival.begin_step(arguments)
     with session.training_step(arguments["model"], get_num_microbatches()):
         if one_pass:
             session.begin_pass()
         result = wrapped(*args, **kwargs)
         session.updated = not result[1]  # `skipped_iter`, in Bridge's step and in MIMO's
+    if session.survival is not None:
+        session.survival.end_step(result, state)
     stats = newest_stats()
     if stats is not None:  # else the package was uninstalled within the step
         log_scalars(stats.scalars(), state)

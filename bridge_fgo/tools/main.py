@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from bridge_fgo.recipes.catalog import RECIPES
-from bridge_fgo.tools import report, run_script
+from bridge_fgo.tools import keep, report, run_script
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
@@ -141,7 +141,37 @@ def run_command(
     except ValueError as error:
         typer.echo(f"bridge-fgo run: {error}", err=True)
         raise typer.Exit(2) from None
+    if keep.is_needed(offload):
+        raise typer.Exit(keep.keep([sys.executable, "-m", "bridge_fgo", *sys.argv[1:]], keep.RESTARTS))
     context.obj.append(request)
+
+
+@app.command(
+    "keep",
+    context_settings={"allow_interspersed_args": False},
+    options_metavar="[OPTIONS]",
+    short_help="Keep finished steps in host memory, so that a crash of COMMAND costs none.",
+    epilog="Example: bridge-fgo keep -- torchrun --nproc-per-node 8 --max-restarts 3 pretrain.py",
+)
+def keep_command(
+    command: Annotated[list[str] | None, typer.Argument(metavar="[COMMAND]...", show_default=False)] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="Start COMMAND again so many times if it fails.")] = 0,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="Most memory to hold.", show_default="nine tenths of what is free")
+    ] = None,
+    idle_minutes: Annotated[float, typer.Option(min=0, help="Free memory that no trainer uses.")] = keep.IDLE_MINUTES,
+) -> None:
+    """Hold the host memory of OffloadConfig(survive_crash=True), on each node, while COMMAND runs.
+
+    A start after a crash goes on from the newest finished step. Without COMMAND it keeps for the job that
+    BRIDGE_FGO_KEEPER names, until no trainer has been connected for --idle-minutes. Memory is freed as it ends.
+    """
+    try:
+        status = keep.keep(command or (), restarts, memory_gib, idle_minutes)
+    except (ValueError, OSError) as error:
+        typer.echo(f"bridge-fgo keep: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
 
 
 def run_of_checkout(context: typer.Context) -> None:

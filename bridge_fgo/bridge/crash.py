@@ -1,0 +1,468 @@
+"""A crash costs no step: what Bridge's training has beside its slabs, and a start that goes on from a kept step.
+
+`engines.kept_steps` has the time line, and says which step is whole. Here is what a step's small state is: all that
+`generate_state_dict` saves beyond what slabs hold, by the functions that Bridge, mcore and torch have for it. That is
+`TrainState`, the scheduler, the rerun machine, random numbers; of an optimizer its param groups, its loss scaler and
+the entries of its `state` that no slab holds; of the model what is no rounding of a master: buffers, weights in fp32,
+`extra_state`; of the data the state of a loader that can save it (Energon's), and which loaders were being read. Frozen
+weights are not copied: a start loads them as Bridge does, and compares a sum over their bytes.
+
+Ranks agree on a step as the optimizer is built, before the first host buffer is written. Bridge's setup then asks
+whether there is a checkpoint to load, and gets the kept step in its place, unless the config has changed, a checkpoint
+is newer, or `MOST_TRIES` starts from that step have failed. Random numbers are set again as the first step begins: to
+make the loaders' iterators draws some.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import itertools
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+
+from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
+from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
+from bridge_fgo.bridge.reporting import say, warn
+from bridge_fgo.config import readable
+from bridge_fgo.engines.kept_steps import KeptSteps
+from bridge_fgo.engines.native import NativeEngine
+from bridge_fgo.engines.ranks import gather, on_every_rank
+from bridge_fgo.memory.digest import byte_sums
+from bridge_fgo.memory.keeper import VARIABLE, KeeperLine, job_name
+from bridge_fgo.states.distributed import TORCH, McoreSource
+
+MOST_TRIES = 3
+"""Starts from one kept step. If none of them gets to the next one, the step itself may be what ends them."""
+BESIDE_BYTES = 64 * 2**20
+"""Most bytes of the model's tensors that are copied in each step, on the training stream: 1.2 ms on an H200's link."""
+SECTIONS = (
+    "model",
+    "optimizer",
+    "scheduler",
+    "ddp",
+    "train",
+    "validation",
+    "dataset",
+    "rng",
+    "mixed_precision",
+    "peft",
+)
+OF_CHECKPOINT = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "load_optim")
+"""Sections of Bridge's config, and settings of another, that have to be as they were."""
+SETTING = "OffloadConfig.survive_crash=True"
+
+_newest: Survival | None = None
+
+
+class Survival:
+    """The kept steps of one training on this rank.
+
+    Raises:
+        ValueError: nothing keeps, or a rank has too many bytes beside its slabs.
+    """
+
+    def __init__(self, sources: Sequence[Any], engine: NativeEngine, chunks: Sequence[torch.nn.Module]) -> None:
+        global _newest
+        if not job_name():
+            raise ValueError(
+                f"{SETTING}: no process keeps the states' memory: start training on each node by `bridge-fgo keep -- "
+                "COMMAND` (`bridge-fgo keep -- torchrun --max-restarts=3 ...`), or set it to False"
+            )
+        if _newest is not None:
+            _newest.close()
+        self._engine, self._chunks = engine, list(chunks)
+        self._leaves = [source.optimizer for source in sources if isinstance(source, McoreSource)]
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        self._beside = list(_tensors_beside(self._modules))
+        self._extra = [m for m in self._modules if type(m).get_extra_state is not torch.nn.Module.get_extra_state]
+        if (nbytes := sum(tensors[name].nbytes for tensors, name in self._beside)) > BESIDE_BYTES:
+            raise ValueError(
+                f"{SETTING}: this rank has {readable(nbytes)} of weights in fp32 and of buffers, which no master tells "
+                f"and each step copies, and may have {readable(BESIDE_BYTES)}: train in bf16, or set it to False"
+            )
+        self.kept: KeptSteps | None = None
+        self._line: KeeperLine | None = None
+        self._step: int | None = None  # to go on from
+        self._why = ""  # why no kept step is taken, if there might be one
+        self._before = self._config = b""  # of the newest record, and of this start once Bridge's setup has asked
+        self._resumed: dict[str, Any] | None = None  # the small state, until the first step has begun
+        self._iterators: Sequence[Any] = ()
+        self._is_whole = self._is_over = False  # whether every state exists; whether training has ended
+        self.restored_step: int | None = None
+        self.seconds: dict[str, float] = {}
+        _newest = self
+
+    def agree(self) -> None:
+        """Connect to the keeper, and agree with all ranks on the step to go on from; a collective.
+
+        Without a keeper training goes on as without the setting, and rank 0 says so.
+        """
+        started = time.perf_counter()
+        told = gather(self._connect())
+        kept = self.kept
+        if (lost := next((rank for rank, (problem, _) in enumerate(told) if problem), None)) is not None or not kept:
+            self.kept = None
+            why = f"rank {lost}: {told[lost or 0][0]}"
+            say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
+            return
+        steps = [set(found) for _, found in told]
+        self._step = step = max(set.intersection(*steps), default=None)
+        if step is None and any(steps):
+            lacking = next((rank for rank, found in enumerate(steps) if not found), 0)
+            self._why = f"rank {lacking} has none, as its node or its keeper was lost, or other states"
+        if step is not None and (tries := max(found[step] for _, found in told)) >= MOST_TRIES:
+            self._why, self._step = f"{tries} starts from step {step} have failed", None
+
+        def take() -> None:
+            try:
+                kept.take_buffers(self._step)
+            except MemoryError as error:
+                raise ValueError(f"{SETTING}: {error}") from error
+
+        on_every_rank(take)
+        say(
+            f"finished steps survive a crash: {readable(kept.nbytes)} of host memory a rank, two buffers for each "
+            "slab, are kept by a process of its node"
+        )
+        self.seconds["agree"] = time.perf_counter() - started
+
+    def _connect(self) -> tuple[str, dict[int, int]]:
+        """Return why nothing can be kept, or "", and how often a start went on from each step that this rank has."""
+        several = torch.distributed.is_initialized()
+        rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
+        try:
+            self._line = KeeperLine(job_name(), rank, ranks)
+            self.kept = kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, f"{ranks} ranks")
+        except (OSError, MemoryError) as error:
+            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", {}
+        self._before = kept.last_config
+        return "", {step: kept.tries(step) for step in kept.found}
+
+    # Bridge's setup.
+
+    def is_to_load(self, cfg: Any, manager: Any, loads: bool) -> bool:
+        """Return whether setup is to load: the kept step, for which `manager` is changed, or what it `loads` anyway."""
+        self._config = json.dumps(_described(cfg)).encode()
+        if self.kept is None:
+            return loads
+        why, step = self._why or _difference(self._before, self._config), self._step
+        if not why and step is not None and (newest := _newest_checkpoint(cfg, manager)) > step:
+            why = f"the checkpoint of step {newest} is newer than the kept step {step}"
+        if why := next(filter(None, gather(why)), ""):
+            instead = "the newest checkpoint is loaded" if loads else "there is no checkpoint, and training begins anew"
+            say(f"no kept step is taken: {why}; {instead}")
+        if why or step is None:
+            self.kept.forget()
+            return loads
+        load = manager.load
+
+        def load_kept(context: Any) -> tuple[int, int]:
+            manager.load = load
+            has_frozen = any(not param.requires_grad for chunk in self._chunks for param in chunk.parameters())
+            if loads and has_frozen:
+                load(context)
+            if not self._go_on(context, step) and loads and not has_frozen:
+                load(context)
+            return context.state.train_state.step, context.state.train_state.floating_point_operations_so_far
+
+        manager.load = load_kept
+        return True
+
+    def _go_on(self, context: Any, step: int) -> bool:
+        """Take the kept step in the place of a checkpoint; return False, on every rank, if frozen weights differ."""
+        from megatron.bridge.training import fault_tolerance
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        assert self.kept is not None
+        started, engine, train_state = time.perf_counter(), self._engine, context.state.train_state
+        small = self.kept.small_state()
+        if not all(gather(small["frozen"] == self._frozen_sum)):
+            say(f"no kept step is taken: frozen weights are not those that step {step} was trained with")
+            self.kept.forget()
+            return False
+        for source in engine.sources:
+            _make_adams(source)
+            engine.release_for_kept(source)
+        self.kept.adopt()
+        for source, leaf in zip(engine.sources, self._leaves, strict=True):
+            engine.rewrite_weights(source, leaf._copy_main_params_to_model_params)
+        with torch.no_grad():
+            for (tensors, name), value in zip(self._beside, small["beside"], strict=True):
+                tensors[name].copy_(value)
+        for module, value in zip(self._extra, small["extra"], strict=True):
+            module.set_extra_state(value)
+        for chunk in self._chunks:
+            if (gather_weights := getattr(chunk, "start_param_sync", None)) is not None:
+                gather_weights(force_sync=True)  # of which each rank has written its part
+        if context.opt_param_scheduler is not None:
+            context.opt_param_scheduler.load_state_dict(small["scheduler"])
+        for leaf, saved in zip(self._leaves, small["optimizers"], strict=True):
+            _load_optimizer(leaf, saved)
+        train_state.load_state_dict(small["train_state"])
+        update_num_microbatches(train_state.consumed_train_samples, verbose=True)
+        if small["rerun"] is not None:
+            small["rerun"]["sharded"] = small["rerun"]["sharded"].data  # as Bridge's load has it
+            get_rerun_state_machine().load_state_dict(small["rerun"])
+        fault_tolerance.on_checkpoint_loaded(is_local_chkpt=True, global_state=context.state)
+        self._resumed, self.restored_step = small, step
+        self.seconds |= {"page-lock": engine.pin_seconds, "go on": time.perf_counter() - started}
+        parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
+        say(f"training goes on from step {step}, which the crash left whole ({parts})")
+        return True
+
+    def iterators_made(self, iterators: Sequence[Any]) -> None:
+        """Take the loaders' iterators, and have those that were being read be so again."""
+        self._iterators = iterators
+        was_read = () if self._resumed is None else self._resumed["read"]
+        for iterator in itertools.compress(iterators, was_read):
+            if not hasattr(iterator.iterable, "restore_state"):
+                _read_ahead(iterator)
+
+    def restore_data(self, iterator: Any) -> bool:
+        """Have a loader that can save its state go on where it was; return whether Bridge is to load none."""
+        if self._resumed is not None and self._resumed["data"] is not None:
+            iterator.iterable.restore_state(self._resumed["data"])
+            _read_ahead(iterator)
+        return self._resumed is not None
+
+    # A step.
+
+    def begin_step(self, arguments: dict[str, Any]) -> None:
+        """Begin the record of the step that has ended: a training step begins."""
+        from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
+
+        if self._resumed is not None:
+            _set_rng(self._resumed["rng"])
+            self._resumed = None
+        if self.kept is None:
+            return
+        if not self._config:
+            raise ValueError(f"{SETTING}: Bridge's setup() has not set up this training, by which a start goes on")
+        if self._line is not None and not self._line.is_alive():
+            warn("the keeper has ended: a crash would cost all steps since the newest checkpoint")
+            self._line = None
+        states = (state for slab in self._engine.slabs for state in slab.states)
+        self._is_whole = self._is_whole or all(state.read() is not None for state in states)
+        is_quiet = get_rerun_state_machine().state is RerunState.NOT_RUNNING_YET
+        if self._line is not None and self._is_whole and is_quiet:
+            step = arguments["global_state"].train_state.step
+            self.kept.capture(step, self._config, partial(self._small_state, arguments))
+
+    def _small_state(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        from megatron.bridge.training.checkpointing import get_rng_state
+        from megatron.bridge.training.utils.pg_utils import get_pg_collection
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        rng: Any = get_rng_state(False, "torch", pg_collection=get_pg_collection(arguments["model"]))
+        save_data = getattr(getattr(next(iter(self._iterators), None), "iterable", None), "save_state", None)
+        return {
+            "train_state": arguments["global_state"].train_state.state_dict(),
+            "scheduler": arguments["scheduler"] and arguments["scheduler"].state_dict(),
+            "rerun": get_rerun_state_machine().state_dict(arguments["data_iterator"], "torch_dist"),
+            "rng": rng[0],
+            "optimizers": list(map(_optimizer_state, self._leaves, self._entries)),
+            "beside": [tensors[name] for tensors, name in self._beside],
+            "extra": self._extra_states,
+            "frozen": self._frozen_sum,
+            "data": save_data and save_data(),
+            "read": [iterator is not None and _unread(iterator) is None for iterator in self._iterators],
+        }
+
+    @cached_property
+    def _entries(self) -> list[list[tuple[int, str]]]:
+        """Entries of each optimizer's `state` that no slab holds: the number of the parameter, and their name."""
+        held = {id(tensor) for slab in self._engine.slabs for tensor in slab.tensors()}
+        inner = [leaf.optimizer for leaf in self._leaves]
+        states = [[each.state.get(param, {}) for param in _params(each)] for each in inner]
+        return [[(n, name) for n, s in enumerate(each) for name in s if id(s[name]) not in held] for each in states]
+
+    @cached_property
+    def _extra_states(self) -> list[Any]:
+        """Extra states, made once: Transformer Engine's waits for the GPU, and changes with delayed scaling alone."""
+        return [module.get_extra_state() for module in self._extra]
+
+    @cached_property
+    def _frozen_sum(self) -> bytes:
+        frozen = (param.detach() for chunk in self._chunks for param in chunk.parameters() if not param.requires_grad)
+        flat = [param.contiguous().view(-1).view(torch.uint8) for param in frozen]
+        return sha256(repr(byte_sums(flat).tolist()).encode()).digest() if flat else b""
+
+    def end_pass(self) -> None:
+        """Write the record, and tell all ranks: a collective."""
+        if self.kept is not None:
+            self.kept.settle()
+            self.kept.vote(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def end_step(self, outcome: Any, state: Any) -> None:
+        """Note what Bridge's step has returned: where it ends training, the next start is to have what it saves."""
+        self._is_over = outcome[3] or state.train_state.step + 1 >= state.cfg.train.train_iters
+        if outcome[3]:  # `should_exit`
+            self.close()
+
+    def close(self) -> None:
+        """Erase the records of a training that is over: another one in this process does not go on from them."""
+        if self._is_over and self.kept is not None:
+            self.kept.forget()
+            self.kept = None
+
+
+@atexit.register
+def _close() -> None:
+    if _newest is not None and not hasattr(sys, "last_exc"):  # else an error ends the process, in the last save say
+        _newest.close()
+
+
+# Wrappers of Bridge's setup.
+
+
+def asks_for_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have setup load a kept step in the place of a checkpoint."""
+    arguments, loads = arguments_of(wrapped, args, kwargs), wrapped(*args, **kwargs)
+    manager = arguments["checkpoint_manager"]
+    return loads if _newest is None else _newest.is_to_load(arguments["cfg"], manager, loads)
+
+
+def makes_iterators(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have the loaders' iterators be as far as they were."""
+    iterators = wrapped(*args, **kwargs)
+    if _newest is not None:
+        _newest.iterators_made(iterators)
+    return iterators
+
+
+def loads_data_state(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Have a loader that can save its state get the kept one."""
+    iterator = arguments_of(wrapped, args, kwargs)["train_iterator"]
+    return None if _newest is not None and _newest.restore_data(iterator) else wrapped(*args, **kwargs)
+
+
+# Parts of the small state.
+
+
+def _tensors_beside(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield where each tensor of the model is that is neither frozen nor the rounding of a master."""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module._buffers, name
+        for name, param in module._parameters.items():
+            if param is not None and param.requires_grad and param.dtype == torch.float32:
+                yield module._parameters, name
+
+
+def _params(inner: Any) -> list[Any]:
+    return [param for group in inner.param_groups for param in group["params"]]
+
+
+def _optimizer_state(leaf: Any, entries: Sequence[tuple[int, str]]) -> dict[str, Any]:
+    inner, scaler = leaf.optimizer, getattr(leaf, "grad_scaler", None)
+    params = _params(inner) if entries else []
+    return {
+        "groups": [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups],
+        "entries": [(number, name, inner.state[params[number]][name]) for number, name in entries],
+        "scaler": scaler and scaler.state_dict(),
+    }
+
+
+def _load_optimizer(leaf: Any, saved: dict[str, Any]) -> None:
+    inner, params = leaf.optimizer, _params(leaf.optimizer)
+    for group, values in zip(inner.param_groups, saved["groups"], strict=True):
+        group.update(values)
+    for number, name, value in saved["entries"]:
+        inner.state[params[number]][name] = value
+    if saved["scaler"]:
+        leaf.grad_scaler.load_state_dict(saved["scaler"])
+
+
+def _make_adams(source: Any) -> None:
+    """Make the moments of torch's Adam, which makes them in its first step alone."""
+    inner = source.optimizer.optimizer
+    for state in (state for bundle in source.states() for state in bundle.states if isinstance(inner, TORCH)):
+        if state.late and state.read() is None:
+            inner.state[state.param][state.name] = torch.zeros_like(state.param, dtype=state.dtype)
+
+
+def _set_rng(saved: dict[str, Any]) -> None:
+    """Set all random numbers as Bridge's load does."""
+    from megatron.core import tensor_parallel
+
+    random.setstate(saved["random_rng_state"])
+    np.random.set_state(saved["np_rng_state"])
+    torch.set_rng_state(saved["torch_rng_state"])
+    torch.cuda.set_rng_state(saved["cuda_rng_state"])
+    tracker: Any = tensor_parallel.get_cuda_rng_tracker()
+    is_graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+    convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=is_graphable)
+    tracker.set_states({name: convert(state) for name, state in saved["rng_tracker_states"].items()})
+
+
+def _unread(iterator: Any) -> tuple[Any, str] | None:
+    """Return where the generator is that reads a loader, if it has not begun to.
+
+    Bridge's `RerunDataIterator` has one to read a loader again and again, and Energon's loader has one of its own.
+    """
+    iterable = getattr(iterator, "iterable", None)
+    for owner, name in ((iterator, "iterable"), (iterable, "_iter")):
+        found = getattr(owner, name, None)
+        if inspect.isgenerator(found) and inspect.getgeneratorstate(found) == inspect.GEN_CREATED:
+            return owner, name
+    return None
+
+
+def _read_ahead(iterator: Any) -> None:
+    """Read a loader's first batch, if nothing has: torch draws a random number as it is begun."""
+    if (place := _unread(iterator)) is not None:
+        generator = getattr(*place)
+        setattr(*place, itertools.chain([next(generator)], generator))
+
+
+# What has to be as it was.
+
+
+def _described(cfg: Any) -> dict[str, str]:
+    """Return in words all that has to be as it was, by "section.name"."""
+    sections = {name: owner for name in SECTIONS if hasattr(owner := getattr(cfg, name, None), "__dict__")}
+    found = {f"{name}.{each}": value for name, owner in sections.items() for each, value in settings_in(owner).items()}
+    found |= {f"checkpoint.{name}": getattr(cfg.checkpoint, name, None) for name in OF_CHECKPOINT}
+    found |= {name: version_of(name) for name in ("megatron-bridge", "bridge-fgo", "transformer-engine", "torch")}
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    found |= {"megatron-core": mcore_version(), "ranks": ranks}
+    return {name: _in_words(value) for name, value in found.items() if "._" not in name}  # those Bridge notes itself
+
+
+def _in_words(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(sorted(value, key=repr) if isinstance(value, set) else value))
+
+
+def _difference(before: bytes, now: bytes) -> str:
+    """Return the first difference of two configs in words; empty where there is none, or none before."""
+    if not before or before == now:
+        return ""
+    then, these = json.loads(before), json.loads(now)
+    name = next(name for name in sorted(then.keys() | these.keys()) if then.get(name) != these.get(name))
+    return f"{name} was {then.get(name)} and is {these.get(name)}"
+
+
+def _newest_checkpoint(cfg: Any, manager: Any) -> int:
+    """Return the step of the newest checkpoint that Bridge would load to go on; -1 where it has none."""
+    from megatron.bridge.training import checkpointing
+
+    checkpoint, folders = cfg.checkpoint, [cfg.checkpoint.load]
+    local = getattr(manager, "checkpointing_context", {}).get("local_checkpoint_manager")
+    if checkpoint.non_persistent_ckpt_type == "global":
+        folders += checkpointing._get_global_non_persistent_checkpoint_dirs(checkpoint.load, checkpoint)
+    found = [each for each in folders if each is not None and checkpointing.checkpoint_exists(each)]
+    steps = [checkpointing._resolve_checkpoint_iteration(each, checkpoint.ckpt_step)[0] for each in found]
+    return max([-1 if local is None else local.find_latest(), *steps])

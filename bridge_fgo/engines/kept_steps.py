@@ -1,0 +1,365 @@
+"""Which finished training step a crash leaves whole: the records of a rank, and the host buffers that they name.
+
+In every forward and backward the host has all masters and moments anyway. Here their memory belongs to a keeper too
+(`memory.keeper`), a process of the node that the trainers' death leaves alone. A process that starts again maps the
+same memory and goes on: `OffloadConfig(survive_crash=True)`. A step k ends with states S(k).
+
+Time line, of every rank:
+
+1.  The optimizer step k writes S(k) on the GPU. Copies out of S(k) begin, and go to the buffer of each slab that the
+    protected record, k-1, does not name. Slabs whose copies have none to run beside are copied in the next pass.
+2.  Bridge calls `train_step` for step k+1: `capture` copies the small state, all that a checkpoint has beyond what
+    slabs hold, as it is now: after the evaluation, before anything of step k+1 draws a random number.
+3.  The pass begins and copies out what is left of S(k). At each point of the model `poll` looks whether all of S(k) has
+    landed; if so it writes the record k: a payload, and then its head.
+4.  The last backward ends: `settle` waits for what is left, and writes the record k. `vote` tells all ranks, by one
+    small all-reduce on the training stream, which the updates of all ranks come after.
+5.  The optimizer step k+1 is about to write the first host buffer: `before_write` reads the vote. If every rank has k,
+    the record k is protected from now on, and k-1 is erased: its buffers may be written.
+
+Invariants:
+
+-   The buffers that the protected record names are not written. It is erased only when every rank has a newer one.
+-   A record is written when all that it names has landed, in the place of the older of two, its head last; and erased
+    before anything that it names is written. So a record that is whole names states that are whole.
+-   So at any instruction every rank has the protected record or, if the vote has passed, the one after it, and ranks
+    differ by one step at most. After a crash they take the newest step that all have.
+
+A crash before step 4 of the step under way, k+1, goes back to S(k-1) or S(k): one finished step at most is done again,
+and the one under way. A crash after it goes back to S(k): only the step under way is done again.
+
+Files of a rank, which the keeper holds by name: `states`, two buffers for each slab; `third`, one more for each, if
+background saves lend them; `slot0` and `slot1`, the payloads; `ledger`, one page with the two heads and, after them,
+how often a process has gone on from which step. A head has the step, the payload's size and checksum, and a digest of
+the layout of the slabs, so that another model's or another job's states are never taken. A payload has which buffer
+holds each slab, the config that trained, and the small state: plain data, pickled, and the bytes of its tensors.
+
+The keeper owns the memory; this class owns which buffer may be written; `bridge.crash` owns what the small state is,
+and when what is called. Refused by name: masters in 17 bits (they need the weights), states that are not offloaded
+(`fraction`, `moments`, `master_weights`), and what `bridge.refusals` lists under `OffloadConfig.survive_crash`. With a
+budget states that stay on the GPU are copied out in each step too.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from operator import itemgetter
+from typing import Any, NamedTuple, override
+
+import torch
+
+from bridge_fgo.engines.ranks import collectives
+from bridge_fgo.memory.host_buffer import HostBuffer, MemoryFile, SharedHostBuffer
+from bridge_fgo.memory.keeper import KeeperLine
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.transfers import Transfers
+
+PAGE = 4096
+HEAD = struct.Struct("<8sqqI16s")  # magic, step, bytes and crc32 of the payload, layout; its own crc32 follows
+CRC = struct.Struct("<I")
+MAGIC = b"FGOKEPT1"
+TRIES = struct.Struct("<qqI")  # the step that a process has gone on from last, how often in a row, and their crc32
+TRIES_AT = 512  # where they are in the ledger
+HEADS_APART = 128
+
+
+class Payload(NamedTuple):
+    """What a record has beside its step."""
+
+    table: bytes  # the number of the buffer that has each slab
+    config: bytes  # the config that trained, as `bridge.crash` writes it
+    small: bytes  # the small state, pickled, without the bytes of its tensors
+    on_host: bytes  # of those in host memory
+    on_gpu: bytes
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors out, as to pickle one takes the host as long as all the rest."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # flat bytes, on the host and on the GPU
+        self._ends = [0, 0]
+
+    @override
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        is_away = obj.device.type != "cpu"
+        self.tensors[is_away].append(obj.detach().contiguous().view(-1).view(torch.uint8))
+        start, self._ends[is_away] = self._ends[is_away], self._ends[is_away] + obj.nbytes
+        return is_away, start, obj.nbytes, obj.dtype, obj.shape
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, payload: Payload) -> None:
+        super().__init__(io.BytesIO(payload.small))
+        self._tensors = payload.on_host, payload.on_gpu
+
+    @override
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        is_away, start, nbytes, dtype, shape = pid
+        data = bytearray(self._tensors[is_away][start : start + nbytes])
+        tensor = torch.frombuffer(data, dtype=dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
+        return tensor.cuda() if is_away else tensor
+
+
+class SmallState:
+    """The small state as it was when this was made; of what is on the GPU the copy may be under way until `has_landed`.
+
+    It reads the tensors on the current stream, and the host does not wait for it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        pickler = _Pickler(file := io.BytesIO())
+        pickler.dump(value)
+        here, away = pickler.tensors
+        self._pickled, self._here = file.getvalue(), torch.cat(here).numpy().tobytes() if here else b""
+        self._event: torch.cuda.Event | None = None
+        if away:
+            self._gpu = torch.cat(away)
+            self._landing = torch.empty(self._gpu.numel(), dtype=torch.uint8, pin_memory=True)
+            self._landing.copy_(self._gpu, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def has_landed(self) -> bool:
+        """Return whether the host has all of it."""
+        return self._event is None or self._event.query()
+
+    def parts(self) -> tuple[bytes, bytes, bytes]:
+        """Wait for it; return it as the last parts of a `Payload`."""
+        if self._event is None:
+            return self._pickled, self._here, b""
+        self._event.synchronize()
+        return self._pickled, self._here, self._landing.numpy().tobytes()
+
+
+class KeptBuffer(SharedHostBuffer):
+    """A slab's host buffer in a file that a keeper has too: its bytes outlive this process.
+
+    `copy` is its number, of two, or three where one may be lent.
+    """
+
+    def __init__(self, steps: KeptSteps, slab: int, copy: int, nbytes: int, start: int, file: MemoryFile) -> None:
+        self._steps, self._slab, self.copy = steps, slab, copy
+        self._start, self._file = start, file
+        super().__init__(nbytes)
+
+    @override
+    def _map(self, nbytes: int) -> torch.Tensor:
+        return torch.frombuffer(self._file.memory, dtype=torch.uint8, offset=self._start, count=nbytes)
+
+    @override
+    def before_write(self) -> None:
+        self._steps.before_write()
+
+    @override
+    def before_update(self) -> None:
+        self._steps.settle()  # its record waits for copies that read what is about to be written
+
+    @override
+    def to_lend(self) -> SharedHostBuffer:
+        return self._steps.buffer(self._slab, 2)
+
+    @property
+    @override
+    def is_taken(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether it is lent, or the protected record names it."""
+        protected = self._steps.protected
+        return self.is_lent or (protected is not None and protected.table[self._slab] == self.copy)
+
+
+class Record(NamedTuple):
+    """A record by its step, where its payload is, and which buffer has each slab."""
+
+    step: int
+    slot: int
+    table: bytes
+
+
+class KeptSteps:
+    """The records of a rank; see the module's docstring.
+
+    Args:
+        slabs: of all sources, in their order.
+        transfers: what copies them.
+        line: the rank's keeper.
+        job: what has to be the same for a step to be taken, beside the slabs.
+    """
+
+    def __init__(self, slabs: Sequence[Slab], transfers: Transfers, line: KeeperLine, job: str) -> None:
+        self._slabs, self._transfers, self._line = list(slabs), transfers, line
+        states = [[(s.kind, s.name, s.dtype, tuple(s.param.shape)) for s in slab.states] for slab in slabs]
+        self._layout = sha256(repr((job, [slab.nbytes for slab in slabs], states)).encode()).digest()[:16]
+        self._starts = [0, *itertools.accumulate(-(-slab.nbytes // PAGE) * PAGE for slab in slabs)]
+        self.nbytes = 2 * self._starts[-1]  # of the buffers
+        self._ledger, _ = line.file("ledger", PAGE)
+        self._slots = [line.file(f"slot{slot}")[0] for slot in (0, 1)]
+        self._files: dict[str, tuple[MemoryFile, bool]] = {}
+        read = [self._read(slot) for slot in (0, 1)]
+        newest = max((found for found in read if found), key=itemgetter(0), default=None)
+        self.last_config = b"" if newest is None else newest[2].config  # of the newest record, whatever its slabs
+        # the records that this rank has whole, by their steps
+        self.found = {f[0]: (slot, f[2]) for slot, f in enumerate(read) if f and f[1] == self._layout}
+        self.protected: Record | None = None
+        self._written: Record | None = None  # a record that not every rank is known to have
+        self._pending: tuple[int, bytes, SmallState] | None = None  # a step of which not all has landed
+        self._landing: list[Slab] | None = None  # whose copies out it waits for; None before they are started
+        self._captured = -1  # the step of the newest record that was begun
+        self._ballot: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    # A start.
+
+    def _read(self, slot: int) -> tuple[int, bytes, Payload] | None:
+        head = os.pread(self._ledger, HEAD.size + CRC.size, slot * HEADS_APART)
+        magic, step, nbytes, crc, layout = HEAD.unpack_from(head)
+        if magic != MAGIC or CRC.unpack_from(head, HEAD.size)[0] != zlib.crc32(head[: HEAD.size]):
+            return None
+        payload = os.pread(self._slots[slot], nbytes, 0)
+        return (step, layout, Payload(*pickle.loads(payload))) if zlib.crc32(payload) == crc else None
+
+    def tries(self, step: int) -> int:
+        """Return how often in a row processes have gone on from a step."""
+        last, count, crc = TRIES.unpack(found := os.pread(self._ledger, TRIES.size, TRIES_AT))
+        return count if last == step and crc == zlib.crc32(found[: -CRC.size]) else 0
+
+    def take_buffers(self, step: int | None) -> None:
+        """Give each slab its buffers; those with the states of `step`, which every rank has, are protected."""
+        if step is not None:
+            slot, payload = self.found[step]
+            self.protected = Record(step, slot, payload.table)
+        for slot in (0, 1):
+            if self.protected is None or slot != self.protected.slot:
+                self._erase(slot)
+        table = bytes(len(self._slabs)) if self.protected is None else self.protected.table
+        for number, (slab, copy) in enumerate(zip(self._slabs, table, strict=True)):
+            buffers = [self.buffer(number, each) for each in sorted({0, 1, copy})]
+            slab.host.close()
+            slab.least_spares = 1
+            _use(slab, next(each for each in buffers if each.copy != copy), buffers)  # built, it is written
+
+    def buffer(self, slab: int, copy: int) -> KeptBuffer:
+        """Return the buffer of a slab with a number: 0 and 1, or 2 if one may be lent. MemoryError: no room for it."""
+        name, copies = ("states", 2) if copy < 2 else ("third", 1)
+        if name not in self._files:
+            file, was_there = self._line.file(name, nbytes := copies * self._starts[-1])
+            self._files[name] = MemoryFile(nbytes, file), was_there
+        file, was_there = self._files[name]
+        start = self._starts[slab] + copy % 2 * self._starts[-1]
+        buffer = KeptBuffer(self, slab, copy, self._slabs[slab].nbytes, start, file)
+        if was_there:
+            buffer.untouched_bytes = 0
+        return buffer
+
+    def small_state(self) -> Any:
+        """Return the small state of the protected record."""
+        assert self.protected is not None
+        return _Unpickler(self.found[self.protected.step][1]).load()
+
+    def adopt(self) -> None:
+        """Have every slab's host buffer be the one that the protected record names; the slabs are released."""
+        assert self.protected is not None
+        self._captured, _, table = self.protected
+        for slab, copy in zip(self._slabs, table, strict=True):
+            _use(slab, next(h for h in slab.hosts if isinstance(h, KeptBuffer) and h.copy == copy), slab.hosts)
+        tries = TRIES.pack(self._captured, self.tries(self._captured) + 1, 0)[: -CRC.size]
+        os.pwrite(self._ledger, tries + CRC.pack(zlib.crc32(tries)), TRIES_AT)
+        self.found.clear()
+
+    def forget(self) -> None:
+        """Erase all records: nobody is to go on from them."""
+        for slot in (0, 1):
+            self._erase(slot)
+        self.protected = self._written = self._pending = None
+
+    def _erase(self, slot: int) -> None:
+        os.pwrite(self._ledger, bytes(HEAD.size), slot * HEADS_APART)
+
+    # A step.
+
+    def capture(self, step: int, config: bytes, small: Callable[[], Any]) -> None:
+        """Begin the record of the step that has ended; `small` makes its small state."""
+        self._learn()
+        if step != self._captured:
+            self._captured = step
+            self._pending, self._landing = (step, config, SmallState(small())), None
+
+    def poll(self) -> None:
+        """Write the record that was begun, if all of it has landed; the copies of all slabs have been started."""
+        if self._pending is None:
+            return
+        if self._landing is None:
+            self._landing = list(self._slabs)
+        while self._landing and self._transfers.has_left(self._landing[-1]):
+            self._landing.pop()
+        if not self._landing and self._pending[2].has_landed():
+            self._write(*self._pending)
+
+    def settle(self) -> None:
+        """Wait for all of the record that was begun, and write it; without copies that were started there is none."""
+        if self._pending is not None and self._landing is not None:
+            # Race: a record would name what has not landed, and be taken if the process died now.
+            self._transfers.finish_out()
+            self._write(*self._pending)
+        self._pending = None
+
+    def _write(self, step: int, config: bytes, small: SmallState) -> None:
+        table = bytes(slab.host.copy for slab in self._slabs if isinstance(slab.host, KeptBuffer))
+        slot = 0 if self.protected is None else 1 - self.protected.slot
+        payload = pickle.dumps((table, config, *small.parts()), protocol=5)
+        self._erase(slot)
+        os.pwrite(self._slots[slot], payload, 0)
+        head = HEAD.pack(MAGIC, step, len(payload), zlib.crc32(payload), self._layout)
+        os.pwrite(self._ledger, head + CRC.pack(zlib.crc32(head)), slot * HEADS_APART)
+        self._written, self._pending = Record(step, slot, table), None
+
+    def vote(self, device: torch.device) -> None:
+        """Tell every rank whether this one has the newest record: a collective; the host does not wait for it.
+
+        What the training stream gets next, the updates of every rank, comes after it.
+        """
+        self._learn()
+        newest = self._written or self.protected
+        has_it = newest is not None and newest.step == self._captured
+        ballot = torch.full((), has_it, dtype=torch.int32, device=device)
+        if torch.distributed.is_initialized():
+            with collectives:
+                torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MIN)
+        if device.type != "cuda":
+            self._ballot = ballot, None
+            return
+        told = torch.empty((), dtype=torch.int32, pin_memory=True)
+        told.copy_(ballot, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._ballot = told, event
+
+    def before_write(self) -> None:
+        """Learn what ranks have told: a host buffer is about to be written. Erase a record that is not whole then."""
+        self._learn()
+        if self._written is not None:  # not every rank has it, so that it is not protected
+            self._erase(self._written.slot)
+            self._written = None
+
+    def _learn(self) -> None:
+        if self._ballot is None:
+            return
+        (ballot, event), self._ballot = self._ballot, None
+        if event is not None:
+            event.synchronize()
+        if ballot.item() and self._written is not None:
+            older, self.protected, self._written = self.protected, self._written, None
+            if older is not None:
+                self._erase(older.slot)
+
+
+def _use(slab: Slab, host: HostBuffer, hosts: Sequence[HostBuffer]) -> None:
+    slab.host, slab.spares = host, [each for each in hosts if each is not host]

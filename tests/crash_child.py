@@ -1,0 +1,351 @@
+"""Trainings by Bridge's own `pretrain()` that are ended at any instruction and started again, and one that never is."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import children
+import torch
+
+from bridge_fgo.memory.keeper import VARIABLE, Keeper
+
+GIB = 2**30
+OF_KEPT = ("kept_steps.py", "slab.py", "host_buffer.py", "transfers.py", "slab_queue.py", "schedule.py", "crash.py")
+"""Files whose calls are counted to end a process at one of them."""
+
+
+class Ended(RuntimeError):
+    """What an attempt ends by, where that is an exception."""
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How a rank of an attempt ends: "SIGKILL", "raise" or "abort", at its so manieth call in `OF_KEPT`.
+
+    With `seconds` by SIGKILL, so long after its first step has begun: at any instruction.
+    """
+
+    rank: int
+    how: str = "SIGKILL"
+    call: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training: `arm` has options of `harness.arms.gpu`; the rest is in the fields."""
+
+    folder: Path
+    keeper: str = ""
+    ranks: int = 1
+    steps: int = 6
+    arm: tuple[str, ...] = ()
+    changes: tuple[tuple[str, object], ...] = ()
+    """Settings of Bridge's config, by "section.name"."""
+    is_late: int = 0
+    """Where not 0, the seed of copies that are as late as a GPU's (`debug_transfers`)."""
+    end: End | None = None
+    tries: int = 1000
+    """Of starts from one step."""
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+ON_GLOO = (("model.sequence_parallel", False), ("model.moe_token_dispatcher_type", "allgather"))
+"""Settings with which a model of plain torch trains on several ranks by gloo."""
+DROPOUT = (("model.hidden_dropout", 0.1), ("model.attention_dropout", 0.1))
+OPTIONS = (
+    "--cpu",
+    "--offload",
+    "on",
+    "--slab-bytes",
+    "1048576",
+    "--hidden",
+    "64",
+    "--seq",
+    "16",
+    "--mbs",
+    "1",
+    "--gbs",
+    "4",
+)
+"""Options of every job, of a model that trains fast and has several slabs."""
+
+
+def attempt(rank: int, job: Job, port: int) -> None:
+    """Train as a rank, until the training is over or `job.end` ends this process. Leaves its events in RANK.jsonl."""
+    file = os.open(job.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1), os.dup2(file, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(WORLD_SIZE=str(job.ranks), LOCAL_WORLD_SIZE=str(job.ranks), **dict(job.environment))
+    if job.keeper:
+        os.environ[VARIABLE] = job.keeper
+    status = 1
+    try:
+        _train(rank, job)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.last_exc = sys.exception()  # as the interpreter has it
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if status != 0:
+        os._exit(status)
+    from bridge_fgo.bridge import crash
+
+    crash._close()  # as at exit
+    os._exit(0)
+
+
+def _train(rank: int, job: Job) -> None:
+    import debug_transfers
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    import bridge_fgo
+    from bridge_fgo.bridge import crash
+    from bridge_fgo.memory import layout
+    from bridge_fgo.recipes import process, tiny
+    from bridge_fgo.tools.options import offload_config
+    from harness.arms import gpu
+
+    if job.is_late:
+        os.environ[debug_transfers.VARIABLE] = str(job.is_late)
+        debug_transfers.put_in_place()
+    layout.LEAST_PART_BYTES, crash.MOST_TRIES = 2**16, job.tries
+    options = gpu.parse([*OPTIONS, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
+    gpu.make_deterministic()
+    install = bridge_fgo.install(offload_config(options)) if options.offload == "on" else None
+    process.skip_building_what_is_built()
+    process.forget_attention_backend()
+    config = tiny.put_on_cpu(gpu.build_config(options))
+    config.dataset.num_workers = 0
+    for path, value in (*ON_GLOO, *job.changes):
+        section, name = path.split(".")
+        assert hasattr(getattr(config, section), name), path
+        setattr(getattr(config, section), name, value)
+    events = (job.folder / f"{rank}.jsonl").open("a", buffering=1)
+
+    def tell(**event) -> None:
+        print(json.dumps(event), file=events)
+
+    class Watcher(Callback):
+        def on_train_start(self, context) -> None:
+            tell(event="begin", step=context.state.train_state.step)
+            self.is_ending = job.end is not None and job.end.rank == rank
+
+        def on_train_step_start(self, context) -> None:
+            if self.is_ending:
+                self.is_ending = False
+                end_this_process(job.end, tell)
+            self.started = time.perf_counter()
+
+        def on_train_step_end(self, context) -> None:
+            losses = {name: exact(value) for name, value in (context.loss_dict or {}).items()}
+            step = context.state.train_state.step
+            stats, seconds = bridge_fgo.stats(), time.perf_counter() - self.started
+            told = {"restored": stats and stats.restored_step, "seconds": seconds}
+            tell(event="step", step=step, numbers=[losses, exact(context.grad_norm)], **told)
+
+        def on_train_end(self, context) -> None:
+            sys.setprofile(None)
+            tell(event="end", **everything(context))
+
+    pretrain(config, forward_step, callbacks=[Watcher()])
+    tell(event="over")
+    events.close()
+    del install
+
+
+def end_this_process(end: End, tell) -> None:
+    """Have this process end as it says."""
+    if end.seconds:
+
+        def kill() -> None:
+            time.sleep(end.seconds)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        return
+    left = end.call
+
+    def count(frame, event, _) -> None:
+        nonlocal left
+        if event != "call" or not frame.f_code.co_filename.endswith(OF_KEPT):
+            return
+        left -= 1
+        if left:
+            return
+        sys.setprofile(None)
+        tell(event="ended", at=frame.f_code.co_qualname)
+        if end.how == "raise":
+            raise Ended(frame.f_code.co_qualname)
+        if end.how == "abort":
+            os.abort()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+
+
+def exact(value) -> object:
+    """Return a value in which every bit counts, as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()]
+    if isinstance(value, dict):
+        return {str(name): exact(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [exact(each) for each in value]
+    if isinstance(value, float):
+        return value.hex()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if hasattr(value, "data") and type(value).__name__ in ("ShardedTensor", "ShardedObject"):
+        return exact(value.data)
+    return hashlib.sha256(pickle.dumps(value)).hexdigest()
+
+
+def everything(context) -> dict:
+    """Return all that `generate_state_dict` would save of this rank, and beside it buffers and counts of steps."""
+    from megatron.bridge.training import checkpointing
+    from megatron.bridge.training.utils.pg_utils import get_pg_collection
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    import bridge_fgo
+    from harness.arms.final_state import mcore_optimizers, state_tensors
+
+    bridge_fgo.reload_states()
+    for chunk in context.model:
+        if hasattr(chunk, "start_param_sync"):
+            chunk.start_param_sync(force_sync=True)
+    state = context.state
+    groups = get_pg_collection(context.model)
+    inner = [leaf.optimizer for leaf in mcore_optimizers(context.optimizer) if leaf.optimizer is not None]
+    scalers = [getattr(leaf, "grad_scaler", None) for leaf in mcore_optimizers(context.optimizer)]
+    machine = get_rerun_state_machine().state_dict(None, "torch_dist")
+    return exact(
+        {
+            "tensors": state_tensors(context.model, context.optimizer),
+            "buffers": [dict(chunk.named_buffers()) for chunk in context.model],
+            "model": [chunk.module.state_dict_for_save_checkpoint() for chunk in context.model],
+            "groups": [[{k: v for k, v in g.items() if k != "params"} for g in each.param_groups] for each in inner],
+            "steps": [
+                [each.state[p].get("step") for g in each.param_groups for p in g["params"] if p in each.state]
+                for each in inner
+            ],
+            "scalers": [None if scaler is None else scaler.state_dict() for scaler in scalers],
+            "train_state": state.train_state.state_dict(),
+            "scheduler": context.scheduler.state_dict(),
+            "rng": checkpointing.get_rng_state(False, "torch", pg_collection=groups),
+            "rerun": machine and {**machine, "mode": str(machine["mode"]), "state": str(machine["state"])},
+        }
+    )
+
+
+# The test's side.
+
+
+@dataclasses.dataclass
+class Seen:
+    """What the attempts of a training showed, of each rank."""
+
+    events: list[list[dict]]
+    logs: list[str]
+
+    def of(self, kind: str, rank: int = 0) -> list[dict]:
+        """Return the events of a kind, in their order."""
+        return [event for event in self.events[rank] if event["event"] == kind]
+
+
+def seen(job: Job) -> Seen:
+    """Return what all attempts of a job have left so far."""
+    events, logs = [], []
+    for rank in range(job.ranks):
+        file, log = job.folder / f"{rank}.jsonl", job.folder / f"{rank}.log"
+        lines = file.read_text().splitlines() if file.exists() else []
+        events.append([json.loads(line) for line in lines])
+        logs.append(log.read_text() if log.exists() else "")
+    return Seen(events, logs)
+
+
+def run(job: Job, patience: float = 300.0) -> list[int]:
+    """Run an attempt; where a rank fails, kill the others, as torchrun does. Returns the exit statuses."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    ranks = [children.start(attempt, rank, job, port) for rank in range(job.ranks)]
+    end = time.monotonic() + patience
+    while any(rank.exitcode is None for rank in ranks):
+        if any(rank.exitcode for rank in ranks) or time.monotonic() > end:
+            for rank in ranks:
+                rank.kill()
+        for rank in ranks:
+            rank.join(0.02)
+    return [rank.exitcode for rank in ranks]
+
+
+class Kept:
+    """A keeper of this process's user, in a thread."""
+
+    def __init__(self, name: str, limit: int = GIB, idle_seconds: float = 600.0) -> None:
+        self.name = name
+        self._read, self._write = os.pipe()
+        self.keeper = Keeper(name, limit, idle_seconds)
+        self._thread = threading.Thread(target=self.keeper.serve, args=(self._read,), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Kept":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.write(self._write, b"x")
+        self._thread.join()
+        self.keeper.close()
+        os.close(self._read), os.close(self._write)
+
+
+def train_through(job: Job, ends: list[End]) -> Seen:
+    """Train to the end, through attempts that end as told; one after another, while the training lasts."""
+    for end in [*ends, None]:
+        if run(dataclasses.replace(job, end=end)) == [0] * job.ranks:
+            break
+    return seen(job)
+
+
+def require_same(killed: Seen, whole: Seen, most_again: int = 2) -> None:
+    """Fail where anything of any rank differs from the training that nothing ended, or more was done again."""
+    for rank, events in enumerate(killed.events):
+        expected = {event["step"]: event["numbers"] for event in whole.of("step", rank)}
+        for event in killed.of("step", rank):
+            assert event["numbers"] == expected[event["step"]], f"rank {rank}, step {event['step']}"
+        (end,), newest = whole.of("end", rank), killed.of("end", rank)
+        assert newest, f"rank {rank} did not end: {killed.logs[rank][-3000:]}"
+        for name, value in end.items():
+            assert newest[-1][name] == value, f"rank {rank}: {name}"
+        last = -1
+        for event in events:
+            if event["event"] == "step":
+                last = event["step"]
+            elif event["event"] == "begin" and last >= 0:
+                assert last + 1 - event["step"] <= most_again - 1, f"{last + 1 - event['step']} finished steps again"
+
+
+def random_ends(seed: int, count: int, ranks: int, calls: int, hows=("SIGKILL", "raise", "abort")) -> list[End]:
+    """Return so many ends of ranks, at random calls."""
+    generator = random.Random(seed)
+    return [
+        End(generator.randrange(ranks), generator.choice(hows), call=generator.randint(1, calls)) for _ in range(count)
+    ]
