@@ -1,4 +1,4 @@
-"""Bridge's own save and load around offloaded states, with each optimizer: a resident run's bytes, and its bits."""
+"""Checkpoints of each optimizer have a resident run's bytes, and resume bitwise."""
 
 import contextlib
 import dataclasses
