@@ -1,4 +1,4 @@
-"""Callbacks between Bridge's own steps that read and write states that are away: bit for bit as resident ones."""
+"""Callbacks read and write offloaded states bitwise as resident ones."""
 
 import copy
 import dataclasses

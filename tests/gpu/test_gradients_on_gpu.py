@@ -1,4 +1,4 @@
-"""Gradients that leave the GPU: beside streams that still add to them, and in trainings that sleep.
+"""Offloaded gradients are right beside late streams, and between sleeps.
 
 pytest -m gpu tests/gpu/test_gradients_on_gpu.py
 """
@@ -15,6 +15,8 @@ from bridge_fgo.memory.gradient_bucket import GradientBucket
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.meters import Traffic
 from harness.arms import runner
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

@@ -1,4 +1,4 @@
-"""The worker that the page on sleeps prints, as it is there: a Llama's life asleep and awake, bit for bit."""
+"""The worker that the page on sleeps prints runs, bit for bit."""
 
 import contextlib
 import functools
