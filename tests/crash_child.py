@@ -105,7 +105,7 @@ def attempt(rank: int, job: Job, port: int) -> None:
         os._exit(status)
     from bridge_fgo.bridge import crash
 
-    crash._close()  # as at exit
+    crash._end()  # as at exit
     os._exit(0)
 
 

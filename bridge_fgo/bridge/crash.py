@@ -35,6 +35,7 @@ from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import readable
+from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.kept_steps import KeptSteps
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank
@@ -72,15 +73,13 @@ class Survival:
         ValueError: nothing keeps, or a rank has too many bytes beside its slabs.
     """
 
-    def __init__(self, sources: Sequence[Any], engine: NativeEngine, chunks: Sequence[torch.nn.Module]) -> None:
-        global _newest
+    def __init__(self, sources: Sequence[Any], engine: Engine, chunks: Sequence[torch.nn.Module]) -> None:
+        assert isinstance(engine, NativeEngine)  # with another the setting is refused
         if not job_name():
             raise ValueError(
                 f"{SETTING}: no process keeps the states' memory: start training on each node by `bridge-fgo keep -- "
                 "COMMAND` (`bridge-fgo keep -- torchrun --max-restarts=3 ...`), or set it to False"
             )
-        if _newest is not None:
-            _newest.close()
         self._engine, self._chunks = engine, list(chunks)
         self._leaves = [source.optimizer for source in sources if isinstance(source, McoreSource)]
         self._modules = [module for chunk in chunks for module in chunk.modules()]
@@ -101,7 +100,6 @@ class Survival:
         self._is_whole = self._is_over = False  # whether every state exists; whether training has ended
         self.restored_step: int | None = None
         self.seconds: dict[str, float] = {}
-        _newest = self
 
     def agree(self) -> None:
         """Connect to the keeper, and agree with all ranks on the step to go on from; a collective.
@@ -312,16 +310,25 @@ class Survival:
             self.close()
 
     def close(self) -> None:
-        """Erase the records of a training that is over: another one in this process does not go on from them."""
+        """Erase the records of a training that is over: another one does not go on from them."""
         if self._is_over and self.kept is not None:
             self.kept.forget()
             self.kept = None
 
 
-@atexit.register
-def _close() -> None:
-    if _newest is not None and not hasattr(sys, "last_exc"):  # else an error ends the process, in the last save say
+def begin_training(survival: Survival | None) -> Survival | None:
+    """Have Bridge's setup, which knows no optimizer, ask this one from now on."""
+    global _newest
+    if _newest is not None:
         _newest.close()
+    _newest = survival
+    return survival
+
+
+@atexit.register
+def _end() -> None:
+    if not hasattr(sys, "last_exc"):  # else an error ends the process, in the last save say
+        begin_training(None)
 
 
 # Wrappers of Bridge's setup.

@@ -9,6 +9,7 @@ What is global in a process, beside constants and caches, and what ends it:
 - The block that has set it: `session._active`, `framework_moves._moved`, `fsdp_wrappers._loaded_into`, `masters._late`.
 - The end of each object in it: `residency._open`, `activation_offload.askers`, `reporting._measurements`,
   `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`.
+- The next training, or the end of the process: `crash._newest`.
 - The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
   `settings.caller`, and the lock `ranks.collectives`.
 """

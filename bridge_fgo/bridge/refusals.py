@@ -243,6 +243,15 @@ def _gradients(beside: str, text: str, when: Callable[[Asked], bool]) -> Refusal
     return Refusal(GRADIENTS, (beside,), f"{text}; or set {GRADIENTS}=False", lambda a: bool(a[GRADIENTS]) and when(a))
 
 
+SURVIVE = "OffloadConfig.survive_crash"
+
+
+def _survival(beside: str, text: str, when: Callable[[Asked], bool] | None = None) -> Refusal:
+    """Return the row of a setting with which a step's weights cannot be made of what the host has."""
+    asks = when or (lambda a: a.sets(beside))
+    return Refusal(SURVIVE, (beside,), f"{text}; or set {SURVIVE}=False", lambda a: a.sets(SURVIVE) and asks(a))
+
+
 REMAINDERS = "OffloadConfig.master_remainders"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 OF_SETTINGS = [
@@ -269,6 +278,22 @@ OF_SETTINGS = [
             lambda a, name=name: a.sets(REMAINDERS, name))
         for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
     ),
+    *(
+        _survival(name, f"quantized weights were not yet made again of their masters; set {name}=False")
+        for name in ("optimizer.reuse_grad_buf_for_mxfp8_param_ag", "ddp.fp8_param_gather", "ddp.fp4_param_gather")
+    ),
+    _survival("model.qk_clip", "clipped weights are no roundings of their masters; set model.qk_clip=False"),
+    _survival("model.fp8_recipe", "to copy its scales in each step would wait for the GPU; use 'tensorwise', "
+        "'blockwise' or 'mxfp8'",
+        lambda a: bool(a["model.fp8"]) and a["model.fp8_recipe"] == "delayed"),
+    _survival("optimizer.use_precision_aware_optimizer=True", "Transformer Engine's FusedAdam keeps the masters, which "
+        "mcore does not round; set it to False",
+        lambda a: a.sets(PRECISION_AWARE)),
+    _survival("model.bf16=False", "fp32 weights have no masters; train in bf16", lambda a: a.is_fp32),
+    _survival("optimizer.optimizer", "its all-gather of weights was not yet run after a start; use 'adam' or 'muon'",
+        lambda a: a.is_layer_wise),
+    _survival("model.cuda_graph_impl", "a graph of the whole iteration draws its random numbers itself; capture layers",
+        lambda a: captures_full_iteration(getattr(a.cfg, "model", None))),
     _gradients("ddp.overlap_grad_reduce",
         "all gradients of a rank are one bucket then, which the whole backward needs; set ddp.overlap_grad_reduce=True",
         lambda a: a["ddp.overlap_grad_reduce"] is False),
@@ -310,6 +335,7 @@ OF_SETTINGS_UNDER_FSDP = [
         lambda a: a["OffloadConfig.engine"] == "mcore"),
     Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at False"),
     _gradients(FSDP, "it has buffers of its own for gradients", lambda a: True),
+    _survival(FSDP, "its masters were not yet gone on from; set ddp.use_megatron_fsdp=False", lambda a: True),
     Refusal("OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
         "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",
         lambda a: (

@@ -1009,8 +1009,9 @@ def _settings(config: OffloadConfig | None, optimizer_config: Any, moves_states:
     if config is not None or not is_installed():
         return config or DEFAULTS
     found = settings_of(optimizer_config)
-    if moves_states and (found.engine == "mcore" or found.gradients):
-        lost = f"engine={found.engine!r}" if found.engine == "mcore" else f"gradients={found.gradients!r}"
+    asked = {"engine": found.engine == "mcore", "gradients": found.gradients, "survive_crash": found.survive_crash}
+    if moves_states and (name := next(filter(asked.get, asked), "")):
+        lost = f"{name}={getattr(found, name)!r}"
         raise ValueError(
             f"Residency with OffloadConfig({lost}) of bridge_fgo.install or optimizer.{SETTINGS}: only Bridge's "
             f"train_step with optimizer.{FLAG}=True goes by that; leave it out, or give Residency a config of its own"
@@ -1027,11 +1028,12 @@ def _refuse_settings(config: OffloadConfig, optimizer: Any) -> None:
             "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
             "steps; use engine='native'"
         )
-    if config.gradients:
-        raise ValueError(
-            f"Residency(config=OffloadConfig(gradients={config.gradients!r})): gradients are managed in Bridge's "
-            "train_step alone; set it to False, or set optimizer.offload_optimizer_states and leave config out"
-        )
+    for name, does in {"gradients": "manages gradients", "survive_crash": "keeps finished steps"}.items():
+        if value := getattr(config, name):
+            raise ValueError(
+                f"Residency(config=OffloadConfig({name}={value!r})): Bridge's train_step alone {does}; set it to "
+                "False, or set optimizer.offload_optimizer_states and leave config out"
+            )
     if config.measure:
         raise ValueError(
             "Residency(config=OffloadConfig(measure=True)): Bridge's train_step alone logs peaks without the offload; "

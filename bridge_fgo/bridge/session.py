@@ -16,7 +16,7 @@ import torch
 
 from bridge_fgo.bridge import activation_offload
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
-from bridge_fgo.bridge.crash import Survival
+from bridge_fgo.bridge.crash import Survival, begin_training
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
 from bridge_fgo.bridge.refusals import (
@@ -100,9 +100,8 @@ class Session:
                     if config.gpu_memory_budget_gib is not None:
                         engine.schedule.holding.gradients_stay = self.gradients.stay
                     engine.hosts_beside = self.gradients.map_hosts()
-                if config.survive_crash:
-                    assert isinstance(engine, NativeEngine)
-                    self.survival = Survival(sources, engine, chunks)
+                survival = Survival(sources, engine, chunks) if config.survive_crash else None
+                self.survival = begin_training(survival)
                 return sources, engine
 
             with undo_on_error(lambda: self.gradients and self.gradients.close()), collectives:
@@ -307,7 +306,7 @@ class Session:
             self.gradients.close()
             self.gradients = None
         if self.survival is not None:
-            self.survival.close()
+            begin_training(None)
             self.survival = None
         if self._owner is not None:
             self._owner.stop_driving(reloads=not gives_up)

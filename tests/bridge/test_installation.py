@@ -42,7 +42,8 @@ def changed(before):
 TRAINING = """
 optimizer_state_offload.EXTERNAL_DRIVER config.ConfigContainer.validate
 pretrain_megatron_mimo.megatron_mimo_runtime_config_update
-setup.setup_optimizer setup._update_model_config_funcs
+setup.setup_optimizer setup._update_model_config_funcs setup._should_load_checkpoint setup.setup_data_iterators
+setup.maybe_load_dataloader_state
 setup_megatron_mimo._update_megatron_mimo_model_config_funcs initialize.compile_helpers
 train.train_step train.get_rerun_state_machine train._handle_mxfp8_param_buffer_copy train.clip_qk
 train.calc_params_l2_norm eval.evaluate utils.train_utils.report_memory

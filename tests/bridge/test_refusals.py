@@ -36,6 +36,7 @@ SAVED = {"checkpoint.save": "somewhere"}
 REMAINDERS = {"OffloadConfig.master_remainders": True}
 LAZY = {"OffloadConfig.gradients": "lazy", "ddp.overlap_grad_reduce": True}
 OFF = LAZY | {"OffloadConfig.gradients": True}
+SURVIVE = {"OffloadConfig.survive_crash": True}
 OF_MCORE = {"OffloadConfig.engine": "mcore"}
 WHOLE = {"optimizer.use_distributed_optimizer": False}
 FSDP = {"ddp.use_megatron_fsdp": True}
@@ -89,6 +90,15 @@ REFUSED = {
         REMAINDERS | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
         REMAINDERS | {"ddp.fp8_param_gather": True},
         REMAINDERS | {"ddp.fp4_param_gather": True},
+        SURVIVE | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
+        SURVIVE | {"ddp.fp8_param_gather": True},
+        SURVIVE | {"ddp.fp4_param_gather": True},
+        SURVIVE | {"model.qk_clip": True},
+        SURVIVE | {"model.fp8": "hybrid"},
+        SURVIVE | {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8": True},
+        SURVIVE | {"model.bf16": False},
+        *(SURVIVE | WHOLE | muon for muon in LAYER_WISE),
+        SURVIVE | {"model.cuda_graph_impl": "full_iteration"},
         LAZY | {"ddp.overlap_grad_reduce": False},
         LAZY | {"ddp.nccl_ub": True},
         LAZY | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
@@ -109,6 +119,7 @@ REFUSED = {
         FSDP | OF_MCORE,
         FSDP | REMAINDERS,
         FSDP | LAZY,
+        FSDP | SURVIVE,
         FSDP | {"OffloadConfig.moments": False, "ddp.megatron_fsdp_main_params_dtype": None},
     ],
 }
