@@ -229,7 +229,7 @@ def everything(context) -> dict:
 
     bridge_fgo.reload_states()
     for chunk in context.model:
-        if hasattr(chunk, "start_param_sync"):
+        if chunk.ddp_config.use_distributed_optimizer:
             chunk.start_param_sync(force_sync=True)
     state = context.state
     groups = get_pg_collection(context.model)

@@ -202,8 +202,8 @@ class Survival:
         for module, value in zip(self._extra, small["extra"], strict=True):
             module.set_extra_state(value)
         for chunk in self._chunks:
-            if (gather_weights := getattr(chunk, "start_param_sync", None)) is not None:
-                gather_weights(force_sync=True)  # of which each rank has written its part
+            if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
+                chunk.start_param_sync(force_sync=True)  # pyright: ignore[reportCallIssue] - each wrote its part
         if context.opt_param_scheduler is not None:
             context.opt_param_scheduler.load_state_dict(small["scheduler"])
         for leaf, saved in zip(self._leaves, small["optimizers"], strict=True):
