@@ -315,8 +315,7 @@ class KeptSteps:
         table = bytes(slab.host.copy for slab in self._slabs if isinstance(slab.host, KeptBuffer))
         slot = 0 if self.protected is None else 1 - self.protected.slot
         payload = pickle.dumps((table, config, *small.parts()), protocol=5)
-        self._erase(slot)
-        os.pwrite(self._slots[slot], payload, 0)
+        os.pwrite(self._slots[slot], payload, 0)  # until its head is written, it is not that of the one before
         head = HEAD.pack(MAGIC, step, len(payload), zlib.crc32(payload), self._layout)
         os.pwrite(self._ledger, head + CRC.pack(zlib.crc32(head)), slot * HEADS_APART)
         self._written, self._pending = Record(step, slot, table), None
