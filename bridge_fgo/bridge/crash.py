@@ -376,9 +376,12 @@ def _params(inner: Any) -> list[Any]:
 def _optimizer_state(leaf: Any, entries: Sequence[tuple[int, str]]) -> dict[str, Any]:
     inner, scaler = leaf.optimizer, getattr(leaf, "grad_scaler", None)
     params = _params(inner) if entries else []
+    values: Any = [inner.state[params[number]][name] for number, name in entries]
+    if {getattr(value, "shape", None) for value in values} == {torch.Size()}:
+        values = torch.stack(values)  # torch's Adam has a count for each parameter
     return {
         "groups": [{name: value for name, value in group.items() if name != "params"} for group in inner.param_groups],
-        "entries": [(number, name, inner.state[params[number]][name]) for number, name in entries],
+        "entries": (entries, values),
         "scaler": scaler and scaler.state_dict(),
     }
 
@@ -387,8 +390,8 @@ def _load_optimizer(leaf: Any, saved: dict[str, Any]) -> None:
     inner, params = leaf.optimizer, _params(leaf.optimizer)
     for group, values in zip(inner.param_groups, saved["groups"], strict=True):
         group.update(values)
-    for number, name, value in saved["entries"]:
-        inner.state[params[number]][name] = value
+    for (number, name), value in zip(*saved["entries"], strict=True):
+        inner.state[params[number]][name] = value.clone() if isinstance(value, torch.Tensor) else value
     if saved["scaler"]:
         leaf.grad_scaler.load_state_dict(saved["scaler"])
 

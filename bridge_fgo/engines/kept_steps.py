@@ -89,13 +89,17 @@ class _Pickler(pickle.Pickler):
         self._ends = [0, 0]
 
     @override
-    def persistent_id(self, obj: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
-            return None
+            return NotImplemented
         is_away = obj.device.type != "cpu"
         self.tensors[is_away].append(obj.detach().contiguous().view(-1).view(torch.uint8))
         start, self._ends[is_away] = self._ends[is_away], self._ends[is_away] + obj.nbytes
-        return is_away, start, obj.nbytes, obj.dtype, obj.shape
+        return _tensor, (is_away, start, obj.nbytes, obj.dtype, obj.shape)
+
+
+def _tensor(*place: Any) -> torch.Tensor:
+    raise AssertionError("`_Unpickler` has the bytes")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -104,8 +108,10 @@ class _Unpickler(pickle.Unpickler):
         self._tensors = payload.on_host, payload.on_gpu
 
     @override
-    def persistent_load(self, pid: Any) -> torch.Tensor:
-        is_away, start, nbytes, dtype, shape = pid
+    def find_class(self, module: str, name: str, /) -> Any:
+        return self._load if name == _tensor.__name__ else super().find_class(module, name)
+
+    def _load(self, is_away: bool, start: int, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
         data = bytearray(self._tensors[is_away][start : start + nbytes])
         tensor = torch.frombuffer(data, dtype=dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
         return tensor.cuda() if is_away else tensor
