@@ -192,7 +192,7 @@ VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "_make", "offload", "_offload", "reload", "_reload", "close")),
     *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
     *(f"Residency.{name}" for name in ("keep", "weights", "_find_swapped", "_swap_in", "_swap_out")),
-    "OptimizerStates.__init__",
+    "offloader_of",
     "Weights.reload",
     "buffer_slab.<locals>.gather",
     "WeightSlab.forget_masters",

@@ -16,7 +16,7 @@ import wrapt
 
 from bridge_fgo.bridge.compat import home_of, release, version_of
 from bridge_fgo.bridge.settings import is_installed
-from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.lease import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.states.shadowed import ABSENT, put_back
 from bridge_fgo.states.source import Source

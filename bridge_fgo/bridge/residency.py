@@ -39,12 +39,12 @@ from bridge_fgo.sleep.moved import (
     return_to_driver,
     wait_for_gpu,
 )
-from bridge_fgo.sleep.refusals import PLAIN, attached_engine, ddp_of, movable_optimizers, refuse_models
-from bridge_fgo.sleep.states import DEFAULTS, OptimizerStates
+from bridge_fgo.sleep.refusals import PLAIN, ddp_of, movable_optimizers, refuse_models, shared_lease
+from bridge_fgo.sleep.state_offloader import DEFAULTS, StateOffloader, offloader_of
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
 from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
 
-Unit = WeightSlab | Gradients | OptimizerStates
+Unit = WeightSlab | Gradients | StateOffloader
 """Moves as one."""
 
 
@@ -116,8 +116,8 @@ class Residency:
         frozen_folder: str | os.PathLike[str] | None = None,
     ) -> None:
         self._session: Session | None = None  # the session that drives training steps; None before the first
-        self._states: OptimizerStates | None = None
-        self._parts: list[Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets] = []
+        self._states: StateOffloader | None = None
+        self._parts: list[Weights | Gradients | StateOffloader | Checks | Backwards | Caches | WeightSets] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
         with collectives:
@@ -137,7 +137,7 @@ class Residency:
                 f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
             )
         if optimizer is not None:
-            self._states = self._kept(OptimizerStates(optimizer, self._settings, host_bytes=room))
+            self._states = self._kept(offloader_of(optimizer, self._settings, room))
         staying, places = told_by_ranks(lambda: self._lacking(limit))
         alike = set[Any]().union(*places) - {None}
         _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
@@ -147,7 +147,7 @@ class Residency:
                 f"a limit of {readable(limit)} of host memory a rank has no room for {states} of optimizer "
                 f"state and {params} of parameters (on the rank with most), which stay on the GPU"
             )
-        settings = self._settings() if self._states is None else self._states.config
+        settings = self._settings() if self._states is None else self._states.lease.settings
         self._pins = self._device.type == "cuda" and settings.pin_memory
         hosts = on_every_rank(lambda: map_hosts(self._weights.slabs))
         require_host_memory(sum(buffer.tensor.numel() for buffer in hosts) if self._pins else 0)
@@ -212,7 +212,7 @@ class Residency:
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
 
-    def _kept[T: Weights | Gradients | OptimizerStates | Checks | Backwards | Caches | WeightSets](self, part: T) -> T:
+    def _kept[T: Weights | Gradients | StateOffloader | Checks | Backwards | Caches | WeightSets](self, part: T) -> T:
         """Return what is to be closed with this."""
         self._parts.append(part)
         return part
@@ -280,7 +280,7 @@ class Residency:
     def serve_states(self) -> None:
         """Have installed patches serve states that are away to readers and steps, also outside of `checkpointing`."""
         if self._states is not None:
-            self._states.is_always_served = True
+            self._states.lease.serves_sleep = True
 
     @_verb
     def host_params(self) -> list[HostParam]:
@@ -807,7 +807,7 @@ class Residency:
             raise ValueError(f"training_step(microbatches={microbatches!r}): give how many the step runs, at least 1")
         if states is None:
             raise ValueError("training_step() of a Residency that was made with optimizer=None: give it the optimizer")
-        if not states.is_owner:
+        if states.lease.owner != "sleep":
             raise ValueError(
                 f"training_step() with optimizer.{FLAG}=True: Bridge's train_step offloads already; leave the context "
                 "out, or unset the flag in a loop of your own"
@@ -820,13 +820,13 @@ class Residency:
         if self._session is None or self._session.closed:  # by an uninstall
             from megatron.core.utils import get_model_config
 
-            if self._settings() != states.config:
+            if self._settings() != states.lease.settings:
                 raise ValueError(
-                    f"training_step() of a Residency that was made with {states.config}, and {self._settings()} was "
-                    "given to bridge_fgo.install later: close() it, and make it after install()"
+                    f"training_step() of a Residency that was made with {states.lease.settings}, and "
+                    f"{self._settings()} was given to bridge_fgo.install later: close() it, and make it after install()"
                 )
-            states.drive()
-            self._session = Session(None, get_model_config(self._chunks[0]), states.config, owner=states)
+            states.forget_copies()
+            self._session = Session(states.lease, get_model_config(self._chunks[0]))
         return self._session
 
     def _gradients_ready(self) -> None:
@@ -857,7 +857,7 @@ class Residency:
 
         with self._as_before():  # what is loaded is loaded to the host
             self._reload(needed)
-            with nullcontext() if states is None else states.served():
+            with nullcontext() if states is None else states.lease.serve():
                 yield
 
     # Parts of the verbs.
@@ -1043,8 +1043,8 @@ def _refuse_settings(config: OffloadConfig, optimizer: Any) -> None:
             f"Residency(config=OffloadConfig({', '.join(lost)})) with optimizer=None: there are no states to offload; "
             "leave it out, or give Residency the optimizer"
         )
-    attached = None if optimizer is None else attached_engine(movable_optimizers(optimizer))
-    in_force = config if attached is None else attached.config
+    lease = None if optimizer is None else shared_lease(movable_optimizers(optimizer))
+    in_force = config if lease is None else lease.settings
     if lost := [each for each in config.native_only_settings() if each not in in_force.native_only_settings()]:
         raise ValueError(
             f"Residency(config=OffloadConfig({', '.join(lost)})): the engine that is attached to the optimizer has "

@@ -19,8 +19,8 @@ from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, reading, served
 from bridge_fgo.bridge.session import active_session, all_sessions
-from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import gradients_of
+from bridge_fgo.engines.lease import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups, loads_its_own_way

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from bridge_fgo.config import readable
 from bridge_fgo.memory.meters import Traffic
@@ -149,18 +148,3 @@ class Engine(ABC):
 
         RuntimeError where states cannot be brought back. They stay as they are, and it may be called again.
         """
-
-
-ATTACHED = "_bridge_fgo_attached"  # attribute of an optimizer of mcore's that holds its `Attachment`
-
-
-class Attachment(NamedTuple):
-    """What an optimizer is attached to: the engine, and the source that it is to it."""
-
-    engine: Engine
-    source: Source
-
-
-def attachment_of(optimizer: Any) -> Attachment | None:
-    """Return what an optimizer is attached to, or None."""
-    return vars(optimizer).get(ATTACHED)

@@ -87,20 +87,17 @@ def make_engine(
     config: OffloadConfig,
     meter: PeakMeter,
     stage: int | None = None,
-    announce: Callable[[str], None] = lambda text: None,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """Return the engine of that name ("native", or of `mcore.MEMBERS`) for a rank's sources; nothing is pinned yet.
 
-    There may be none; they come in the order in which they step. `stage` is this rank's place in the pipeline; None
-    where nothing says it. `announce` gets lines about what all ranks do alike, `warn` what concerns this rank.
+    There may be no sources; they are in the order in which they step. `stage` is this rank's place in the pipeline;
+    None if nothing says it.
     """
     if name != "native":
         return McoreEngine(name, sources)
     engine = NativeEngine(sources, config, meter)
-    holding = engine.schedule.holding
-    holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn
-    holding.all_can = lambda own: all(gather(own))
+    engine.schedule.holding.agree = partial(agree, stage)
+    engine.schedule.holding.all_can = lambda own: all(gather(own))
     return engine
 
 

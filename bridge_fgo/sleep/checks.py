@@ -21,7 +21,7 @@ import torch
 
 from bridge_fgo.sleep.gradients import Backwards
 from bridge_fgo.sleep.moved import Kind
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 
 Check = Callable[[], None]
 
@@ -57,7 +57,7 @@ class BackwardCheck(ForwardCheck):
 class Checks:
     """The checks of one `Residency`; `away` returns what is not on the GPU, `states` is None without an optimizer."""
 
-    def __init__(self, away: Callable[[], frozenset[Kind]], states: OptimizerStates | None) -> None:
+    def __init__(self, away: Callable[[], frozenset[Kind]], states: StateOffloader | None) -> None:
         self._away, self._states = away, states
         self.swapped = ""  # the name of the kept weights that are in the parameters
         self._undo: list[Callable[[], None]] = []
@@ -94,7 +94,7 @@ class Checks:
         assert states is not None
 
         def require_states() -> None:
-            if not states.is_served:
+            if not states.lease.is_served:
                 self.require("optimizer")
 
         def require_for_step() -> None:
@@ -102,14 +102,11 @@ class Checks:
             self.refuse_training()
             require_states()
 
-        def stepped() -> None:
-            states.may_be_unchanged = False
-
         self.before(optimizer, "step", require_for_step, backwards.used)
         self.before(optimizer, "reload_model_params", self.refuse_training)
         self._refuse_mcores(*states.optimizers)
-        for leaf in states.optimizers if states.is_owner else ():
-            self.before(leaf, "step_with_ready_grads", require_states, stepped)
+        for leaf in states.optimizers if states.lease.owner == "sleep" else ():
+            self.before(leaf, "step_with_ready_grads", require_states, states.forget_copies)
             for name in _OF_ALL_RANKS:
                 self.before(leaf, name, require_states)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import buckets_of
+from bridge_fgo.engines.lease import EngineLease, lease_of, shareable_leases
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.states.choice import leaves
@@ -17,9 +17,6 @@ from bridge_fgo.states.float16 import is_muon
 from bridge_fgo.states.fsdp import is_fsdp
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-STATES = "_bridge_fgo_states"
-"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
 
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
@@ -174,33 +171,27 @@ def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
     return ""
 
 
-def attached_engine(optimizers: Sequence[Any]) -> NativeEngine | None:
-    """Return the engine that is attached to the optimizers of this rank, if one is.
+def shared_lease(optimizers: Sequence[Any]) -> EngineLease | None:
+    """Return the lease of the optimizers of this rank that training steps own, if there is one.
 
     Raises:
-        ValueError: it is of another kind, or there are several, or it is yet to come.
+        ValueError: its engine is of another kind, or it has a `Residency` already; or there are several leases; or the
+            flag is set, and none was made yet.
     """
-    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
-    if not engines:
-        for leaf in optimizers:
-            if STATES in vars(leaf):
-                raise ValueError(
-                    "the optimizer has a Residency already: make one, before the first sleep, and close() it before "
-                    "the next"
-                )
-            if getattr(leaf.config, "offload_optimizer_states", False):
-                raise ValueError(
-                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
-                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
-                    "bridge_fgo.install() before its setup, and make Residency after it"
-                )
+    leases = shareable_leases(optimizers, "Residency(model, optimizer)")
+    if not leases:
+        if any(getattr(leaf.config, "offload_optimizer_states", False) for leaf in optimizers):
+            raise ValueError(
+                "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
+                "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
+                "bridge_fgo.install() before its setup, and make Residency after it"
+            )
         return None
-    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
+    if len(leases) > 1 or any(lease_of(leaf) is None for leaf in optimizers):
         raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
-    (engine,) = engines.values()
-    if not isinstance(engine, NativeEngine):
+    if not isinstance(leases[0].engine, NativeEngine):
         raise ValueError(
-            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
+            f"Residency cannot offload optimizer state that engine {leases[0].engine.name!r} moves: use "
             "OffloadConfig(engine='native')"
         )
-    return engine
+    return leases[0]

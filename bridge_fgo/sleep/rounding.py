@@ -10,7 +10,7 @@ import torch
 from bridge_fgo.memory.state import WeightShard
 from bridge_fgo.memory.storage_slab import Range
 from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 from bridge_fgo.states.distributed import MegatronSource
 
 CHUNK = 2**24
@@ -101,7 +101,7 @@ def differing(kernel: StridedSum, pairs: Iterable[tuple[torch.Tensor, int, int]]
     return found
 
 
-def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:
+def round_again(roundings: Sequence[Rounding], states: StateOffloader) -> int:
     """Write the weights of several buffers, by mcore's own copy; return the bytes of masters that crossed the link.
 
     For all buffers together, because a slab may hold masters of several and is reloaded once.
@@ -112,7 +112,7 @@ def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:
     return sum(states.round_again(source, masters) for source, masters in of_source.items())
 
 
-def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates) -> Rounding | None:
+def rounding_of(buffer: Any, own: Sequence[Range], states: StateOffloader) -> Rounding | None:
     """Return how masters round to the weights of a buffer; None where they do not round to each that a rank owns.
 
     They do not for native fp32 and quantized parameters, and where Transformer Engine keeps them (precision-aware

@@ -21,7 +21,7 @@ from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, retu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
 from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 
 COMES_BY = "Residency.reload('params')"
 
@@ -193,7 +193,7 @@ class Weights:
     ) -> None:
         digest_kernel(device)  # compiled before the first sleep
         self._chunks, self._device = chunks, device
-        self._states: OptimizerStates | None = None
+        self._states: StateOffloader | None = None
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         self._of_buffers = {buffer_slab(buffer, i, names): buffer for i, buffer in with_weights}
         self._in_buffers = {
@@ -249,7 +249,7 @@ class Weights:
         """Bytes that stay on the GPU for good."""
         return sum(slab.nbytes for slab in self._staying)
 
-    def round_from(self, states: OptimizerStates) -> None:
+    def round_from(self, states: StateOffloader) -> None:
         """Round weights from an optimizer's masters from now on, and not copy them, where these round to them."""
         self._states = states
         states.engine.traffic.touches.before_writes.append(self.masters_may_change)

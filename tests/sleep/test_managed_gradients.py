@@ -249,7 +249,7 @@ def test_gradients_in_the_settings_of_a_residency_are_refused_by_name():
 def test_a_residency_locks_what_a_failed_lock_left_and_nothing_that_the_settings_have_unlocked(monkeypatch, pins):
     with training(True, dataclasses.replace(OFF, pin_memory=pins), **THREE) as run:
         res = sleeper_of(run, run.optimizer)
-        assert res._states.config.pin_memory is pins
+        assert res._states.lease.settings.pin_memory is pins
         run.step()
         moving = {id(bucket) for bucket in buckets(run) if bucket.moves}
         asked = lock_fails_once(monkeypatch, res)

@@ -37,7 +37,7 @@ import bridge_fgo
 from bridge_fgo.bridge import residency
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import states
+from bridge_fgo.sleep import state_offloader
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weights import Weights
 
@@ -461,7 +461,7 @@ def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper,
     """There may be no memory for both."""
     me, order = sleeper(), []
     me.res.offload("params")
-    for owner, names in ((StorageSlab, ("empty", "fill")), (states.OptimizerStates, ("end_offload", "reload"))):
+    for owner, names in ((StorageSlab, ("empty", "fill")), (state_offloader.StateOffloader, ("end_offload", "reload"))):
         for name in names:
             note(monkeypatch, order, owner, name, name)
     with me.only("params"):
@@ -472,8 +472,8 @@ def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper,
 def test_the_seconds_of_a_part_are_of_all_that_is_done_for_it(sleeper, monkeypatch):
     me = sleeper()
     for name in ("start_offload", "end_offload"):
-        act = getattr(states.OptimizerStates, name)
-        monkeypatch.setattr(states.OptimizerStates, name, lambda of, act=act: (time.sleep(0.1), act(of))[1])
+        act = getattr(state_offloader.StateOffloader, name)
+        monkeypatch.setattr(state_offloader.StateOffloader, name, lambda of, act=act: (time.sleep(0.1), act(of))[1])
     assert me.res.offload().seconds_by_part["optimizer"] >= 0.2
 
 
@@ -495,18 +495,20 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
 def test_after_a_step_states_are_copied_without_a_look_else_only_those_that_have_changed(sleeper, monkeypatch, write):
     """To sum over them before the first copy begins would take time for what is known."""
     me, looked = sleeper(), []
-    note(monkeypatch, looked, type(me.res._states._copies), "unchanged", "look")
+    note(monkeypatch, looked, state_offloader, "byte_sums", "look")
     me.res.offload()
     me.res.reload()
     me.train()
+    looked.clear()
     assert me.res.offload("optimizer").copied == 6 * me.weights_bytes
-    assert len(looked) == 1  # of the first sleep, before anybody could say
+    assert not looked
     me.res.reload()
     words = me.moment.view(torch.int32).view(-1)
     write(words)
     written = words.clone()
+    looked.clear()
     copied = me.res.offload("optimizer").copied
-    assert len(looked) == 2 and 0 < copied < 6 * me.weights_bytes
+    assert len(looked) == 1 and 0 < copied < 6 * me.weights_bytes
     me.res.reload()
     assert torch.equal(words, written)
     assert me.res.offload("optimizer").copied == 0
@@ -515,12 +517,12 @@ def test_after_a_step_states_are_copied_without_a_look_else_only_those_that_have
 @MASTERS
 def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(sleeper, monkeypatch, masters):
     """The driver takes a fifth of the copies' time. The host waits first until no copy reads the memory any more."""
-    monkeypatch.setattr(states, "RETURNED_BYTES", 1)
+    monkeypatch.setattr(state_offloader, "RETURNED_BYTES", 1)
     me = sleeper(experts=True, hidden=128, sequence=32, vocab=128, config=masters)
     packed, order = masters is PACKED, []
     for name in ("copy_out", "release", "await_released"):
         note(monkeypatch, order, me.transfers, name, name, with_slab=True)
-    monkeypatch.setattr(states, "return_to_driver", lambda device: order.append(("driver", me.gone())))
+    monkeypatch.setattr(state_offloader, "return_to_driver", lambda device: order.append(("driver", me.gone())))
     me.res.offload()
     first = order[:]
     me.res.reload()
@@ -565,7 +567,7 @@ def test_weights_begin_to_leave_before_states_and_what_decides_nothing_is_compar
     me, order = sleeper(), []
     note(monkeypatch, order, StorageSlab, "copy_out", "weights")
     note(monkeypatch, order, Rounding, "agrees", "compare")
-    note(monkeypatch, order, states.OptimizerStates, "start_offload", "states")
+    note(monkeypatch, order, state_offloader.StateOffloader, "start_offload", "states")
     me.res.offload()
     assert order == ["compare", "states"]  # masters tell the weights
     me.res.reload()
@@ -628,8 +630,8 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
     me, order = sleeper(), []
     waken_alone(me)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        fail(patch, states.OptimizerStates, "start_offload", call=1, error=MemoryError)
-        note(patch, order, states.OptimizerStates, "start_offload", "states")
+        fail(patch, state_offloader.StateOffloader, "start_offload", call=1, error=MemoryError)
+        note(patch, order, state_offloader.StateOffloader, "start_offload", "states")
         note(patch, order, StorageSlab, "copy_out", "weights")
         patch.setattr(residency, "wait_for_gpu", lambda device: order.append("wait"))
         me.res.offload("params", "optimizer")

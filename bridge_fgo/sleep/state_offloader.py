@@ -1,105 +1,80 @@
-"""Optimizer state: the moves of all slabs of the native engine, and which of them the host has as they are."""
+"""Optimizer states: moves all slabs of the native engine, and knows which of them the host has as they are."""
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.engines.engine import ATTACHED, Attachment, attachment_of
+from bridge_fgo.engines.lease import EngineLease
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
 from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, return_to_driver
-from bridge_fgo.sleep.refusals import STATES, attached_engine, movable_optimizers
+from bridge_fgo.sleep.refusals import movable_optimizers, shared_lease
 from bridge_fgo.states.choice import source_of
-from bridge_fgo.states.distributed import McoreSource, MegatronSource
+from bridge_fgo.states.distributed import MegatronSource
 
 DEFAULTS = OffloadConfig(engine="native")
 
-ASLEEP = "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
-"""What to do where states are touched that a `Residency` has offloaded, and that nothing serves."""
 
+def offloader_of(optimizer: Any, settings: Callable[[], OffloadConfig], host_bytes: float) -> StateOffloader:
+    """Return what moves the states of a top-level optimizer: by the engine of the flag's session, or by one of its own.
 
-class OptimizerStates:
-    """The states of a top-level optimizer on this rank, and the engine that moves them: an attached one, or its own.
+    A collective of all ranks.
 
     Args:
-        optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer as `movable_optimizers` has them.
-        settings: returns those of an engine of its own, where none is attached.
+        optimizer: what the training loop steps: a ChainedOptimizer, or an optimizer that `movable_optimizers` takes.
+        settings: returns those of an engine of its own.
         host_bytes: the most host memory for an engine of its own; states that do not fit stay on the GPU.
 
     Raises:
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
-        RuntimeError: host memory could not be had, on this rank or another.
+        RuntimeError: host memory could not be allocated, on this rank or another.
     """
+    optimizers = on_every_rank(lambda: movable_optimizers(optimizer))
+    lease = on_every_rank(lambda: shared_lease(optimizers))
+    sources, meter = [source_of(leaf) for leaf in optimizers], PeakMeter()
+    if not any(gather(lease is not None)):
+        engine = on_every_rank(lambda: NativeEngine(sources, settings(), meter, host_bytes=host_bytes))
+        pin_on_every_rank(engine)
+        lease = EngineLease("sleep", sources, engine, engine.config, meter)
+    elif lease is None:  # a rank whose optimizers are all stubs has none to share
+        lease = EngineLease("step", [], NativeEngine([], DEFAULTS, meter), DEFAULTS, meter)
+    with undo_on_error(lease.end_sleeps):
+        return on_every_rank(partial(StateOffloader, lease, optimizers))
+
+
+class StateOffloader:
+    """Moves the states of some optimizers on this rank, by the engine that they have."""
 
     kind: Kind = "optimizer"
 
-    def __init__(
-        self,
-        optimizer: Any,
-        settings: Callable[[], OffloadConfig] = lambda: DEFAULTS,
-        host_bytes: float = math.inf,
-    ) -> None:
-        self.meter = PeakMeter()
-        self.optimizers = on_every_rank(lambda: movable_optimizers(optimizer))
-        attached = on_every_rank(lambda: attached_engine(self.optimizers))
-        # The same on all ranks: one whose optimizers are all stubs has none to be attached.
-        self.is_owner = not any(gather(attached is not None))
-        """Whether the engine serves nobody else, so that the optimizer's own methods know nothing of it."""
-        self.sources = [source_of(leaf) for leaf in self.optimizers]
-        if attached is None:
-            if self.is_owner:
-                make = partial(NativeEngine, self.sources, meter=self.meter, host_bytes=host_bytes)
-                attached = on_every_rank(lambda: make(config=settings()))
-            else:
-                attached = NativeEngine([], DEFAULTS, self.meter)
-        self.engine, self.config = attached, attached.config
-        if not self.is_owner:
-            own = {id(leaf) for leaf in self.optimizers}
-            found = [source for source in attached.sources if isinstance(source, McoreSource)]
-            self.sources = [source for source in found if id(source.optimizer) in own]
-        else:
-            pin_on_every_rank(self.engine)
-        self.may_be_unchanged = True
-        """Whether states may be as they were reloaded; whoever steps them sets it to False."""
+    def __init__(self, lease: EngineLease, optimizers: Sequence[Any]) -> None:
+        assert isinstance(lease.engine, NativeEngine)
+        self.lease, self.engine, self.optimizers = lease, lease.engine, list(optimizers)
+        own = {id(leaf) for leaf in optimizers}
+        self.sources = [source for source in lease.sources if id(source.optimizer) in own]
         self._copies: HostCopies | None = None
-        """None where others move the slabs too, or where the host's copies are overwritten (debug mode)."""
+        """None if training steps move the slabs too, or if the host's copies are overwritten (debug mode)."""
         self._offloading = deque[Slab]()
         """Slabs whose copies out were started, and whose memory is still to be released."""
         self._cached = 0
-        """Bytes of released slabs that the allocator has and the driver has not."""
-        self.is_driven = False
-        """Whether training steps drive an engine of its own too, which then stays attached."""
-        self.is_always_served = False
-        """Whether installed patches serve what is away, as frameworks save and load without a reload."""
-        self._serves = 0
-        on_every_rank(self._finish)
-        if self.is_owner:
-            for leaf in self.optimizers:
-                setattr(leaf, STATES, self)
-
-    def _finish(self) -> None:
-        let_go_for(self)
-        if self.is_owner and self.sources and self.engine.schedule.transfers.keeps_host_copies:
+        """Bytes of released slabs that the allocator has not returned to the driver."""
+        if not lease.is_stepped and self.sources and self.engine.schedule.transfers.keeps_host_copies:
             self._copies = HostCopies(self.engine.slabs, self.sources[0].device)
-        if self.is_owner:
-            owner = weakref.ref(self)
-            self.engine.traffic.touches.refusals.append(
-                lambda: "" if (states := owner()) is None or states.is_served else ASLEEP
-            )
+        let_go_for(self)
+        lease.has_residency = True
 
     @property
     def reads_weights(self) -> bool:
@@ -114,13 +89,8 @@ class OptimizerStates:
         return {buffer().untyped_storage()._cdata for buffer in buffers.values()}
 
     @property
-    def is_served(self) -> bool:
-        """Whether installed patches bring states to whoever reads or steps the optimizer."""
-        return not self.is_owner or self.is_driven or self.is_always_served or self._serves > 0
-
-    @property
     def is_away(self) -> bool:
-        """Whether any of it is not on the GPU, whoever has offloaded it."""
+        """Whether any of it is not on the GPU."""
         return any(slab.state in (SlabState.RELEASED, SlabState.RELOADING) for slab in self.engine.slabs)
 
     @property
@@ -145,26 +115,23 @@ class OptimizerStates:
         return self.engine.traffic.released
 
     def require_whole(self) -> None:
-        """Raise RuntimeError where an error has ended an optimizer step, or a move, half-way."""
+        """Raise RuntimeError if an error has ended an optimizer step, or a move, half-way."""
         for source in self.sources:
             self.engine.require_whole(source, "offloaded")
         for slab in self.engine.slabs:
             _ = slab.state  # raises
 
     def start_offload(self) -> int:
-        """Start to copy to the host what has changed, and release what has not; return the bytes. Then `end_offload`.
+        """Start to copy changed states to the host, and release unchanged ones; return the bytes. Then `end_offload`.
 
         Packed masters read their weights as long as the GPU is behind.
         """
         before = self.engine.traffic.out
-        if self.is_owner and not self.is_driven:
+        if not self.lease.is_stepped:
             self.give_up_offload()  # an interrupted call may have left copies, which lack later updates
         self.engine.masters.locate_weights()  # they may have been reloaded to another address
-        unchanged = set[Slab]()
-        if self._copies is not None:
-            if self.may_be_unchanged and not self.is_driven:  # steps by parts copy too
-                unchanged = self._copies.unchanged()
-            self._copies.forget()  # until the reload: an attached engine may copy out again
+        unchanged = self._copies.unchanged() if self._copies is not None else set[Slab]()
+        self.forget_copies()  # until the reload: an engine that is served may copy out again
         self._offloading.clear()
         self._cached = 0
         for slab in self.engine.slabs:
@@ -183,8 +150,7 @@ class OptimizerStates:
         """Release all slabs, on the engine's training stream; the driver gets most of their memory meanwhile."""
         while self._offloading:
             self._release_first()
-        if self.is_always_served:
-            self.attach()
+        self.lease.is_asleep = True
 
     def _release_first(self) -> None:
         gone = self._offloading.popleft()
@@ -206,66 +172,28 @@ class OptimizerStates:
                 slab.require_writable()
 
     def reload(self) -> int:
-        """Reload all of it, for work that the current stream gets from now on; return the bytes. Then `finish_reload`.
+        """Reload all states, for work that the current stream gets from now on; return the bytes. Then `finish_reload`.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for all; the rest is still away, and it may be called again.
+            torch.OutOfMemoryError: there is no memory for all; the rest stays offloaded, and it may be called again.
             RuntimeError: as `Engine.require_writable`.
         """
         before = self.engine.traffic.back
-        if self._copies is not None and not self.is_driven and not self.reads_weights:
+        if self._copies is not None and not self.lease.is_stepped and not self.reads_weights:
             self._copies.reload_all()
         self.engine.require_writable()
-        self.may_be_unchanged = True
-        self._detach()
+        self.lease.is_asleep = False
         return self.engine.traffic.back - before
 
     def finish_reload(self) -> None:
-        """Note what `reload` has brought, so that what does not change need not be copied; the host waits for it."""
+        """Note what `reload` has copied, so that unchanged states need not be copied again; the host waits for it."""
         if self._copies is not None:
             self._copies.finish_reload()
 
-    def attach(self) -> None:
-        """Have installed patches serve whoever reads or steps the optimizer, until `reload`."""
-        for source in self.sources if self.is_owner else ():
-            setattr(source.optimizer, ATTACHED, Attachment(self.engine, source))
-
-    def _detach(self) -> None:
-        if self.is_owner and not (self.is_driven or self._serves):
-            for leaf in self.optimizers:
-                vars(leaf).pop(ATTACHED, None)
-
-    def drive(self) -> None:
-        """Stay attached from now on: training steps drive the engine, until `stop_driving` or `close`."""
-        self.attach()
-        self.is_driven = True
-        self.may_be_unchanged = False
-
-    def stop_driving(self, reloads: bool = True) -> None:
-        """Make the states resident if it `reloads`, and be attached no more; the engine stays.
-
-        Raises:
-            torch.OutOfMemoryError, RuntimeError: as `reload`; it stays attached then.
-        """
-        if reloads:
-            self.engine.require_writable()
-        self.is_driven = False
+    def forget_copies(self) -> None:
+        """Copy all states in the next offload: something else has moved or updated them."""
         if self._copies is not None:
             self._copies.forget()
-        self._detach()
-
-    @contextmanager
-    def served(self) -> Iterator[None]:
-        """Context in which installed patches serve what reads or loads states, from the host where they are away."""
-        was_attached = all(attachment_of(leaf) is not None for leaf in self.optimizers)
-        self.attach()
-        self._serves += 1
-        try:
-            yield
-        finally:
-            self._serves -= 1
-            if not was_attached:
-                self._detach()
 
     # Weights that masters round to.
 
@@ -307,20 +235,11 @@ class OptimizerStates:
         return self.engine.traffic.back + self.engine.traffic.out - before
 
     def close(self) -> None:
-        """Make the states resident, and close an engine of its own.
-
-        Raises:
-            RuntimeError: as `Engine.close`.
-        """
+        """Release the engine, which its owner closes with all states resident; raise as `Engine.close`."""
         stop_for(self)
         self.engine.host_room = math.inf  # the limit was the Residency's
-        if self.is_owner:
-            self.engine.close()
-            self._copies = None
-            self.is_driven = False
-            self._detach()
-            for leaf in self.optimizers:
-                vars(leaf).pop(STATES, None)
+        self.lease.end_sleeps()
+        self._copies = None
 
 
 # Which slabs the host has as they are.
