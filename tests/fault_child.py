@@ -193,7 +193,7 @@ VERBS_OWN = {
     *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
     *(f"Residency.{name}" for name in ("keep", "weights", "_find_swapped", "_swap_in", "_swap_out")),
     "offloader_of",
-    "Weights.reload",
+    "WeightOffloader.reload",
     "buffer_slab.<locals>.gather",
     "WeightSlab.forget_masters",
     "_require_found",

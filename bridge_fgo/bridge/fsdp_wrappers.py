@@ -39,7 +39,7 @@ from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, s
 from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.state import local
+from bridge_fgo.memory.state_tensor import local
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params

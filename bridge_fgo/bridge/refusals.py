@@ -40,7 +40,7 @@ def is_layer_wise(optimizer: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunConfig:
     """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
 
     cfg: Any
@@ -84,19 +84,19 @@ class Refusal:
 
     setting: str
     beside: tuple[str, ...]  # the settings that it cannot be combined with
-    text: str | Callable[[Asked], str]  # why not, and what to do
-    when: Callable[[Asked], bool] | None = None  # whether it is refused; by default where `setting` is True
+    text: str | Callable[[RunConfig], str]  # why not, and what to do
+    when: Callable[[RunConfig], bool] | None = None  # whether it is refused; by default where `setting` is True
 
-    def applies(self, asked: Asked) -> bool:
+    def applies(self, run: RunConfig) -> bool:
         """Return whether a run that asks for this is refused."""
-        return asked.sets(self.setting) if self.when is None else self.when(asked)
+        return run.sets(self.setting) if self.when is None else self.when(run)
 
-    def told(self, asked: Asked) -> str:
+    def text_for(self, run: RunConfig) -> str:
         """Return the text, which begins with the settings and their values."""
-        first, *beside = (f"{name}={asked[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
+        first, *beside = (f"{name}={run[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
         with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
-        text = f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(asked)}"
-        return as_named_in(getattr(asked.cfg, "model", None), text)
+        text = f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(run)}"
+        return as_named_in(getattr(run.cfg, "model", None), text)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,9 +104,9 @@ class Refusal:
         return self.setting, *self.beside
 
 
-def told(rows: Iterable[Refusal], asked: Asked) -> Iterator[str]:
+def texts(rows: Iterable[Refusal], run: RunConfig) -> Iterator[str]:
     """Yield the texts of the rows that refuse what is asked for."""
-    return (row.told(asked) for row in rows if row.applies(asked))
+    return (row.text_for(run) for row in rows if row.applies(run))
 
 
 def refuse(refusals: Iterator[str]) -> None:
@@ -120,12 +120,12 @@ def uses_fsdp(cfg: Any) -> bool:
     return any(getattr(getattr(cfg, name, None), "use_megatron_fsdp", False) is True for name in ("ddp", "dist"))
 
 
-def _instead_of_hybrid(asked: Asked) -> str:
+def _instead_of_hybrid(run: RunConfig) -> str:
     """Return why HybridDeviceOptimizer is refused, and which setting offloads the share that it was given.
 
     Both take whole parameters in the optimizer's order until their share is reached, one of elements, one of bytes.
     """
-    fraction = asked["optimizer.optimizer_offload_fraction"]
+    fraction = run["optimizer.optimizer_offload_fraction"]
     share = f"optimizer.optimizer_offload_fraction={fraction!r}"
     if not isinstance(fraction, int | float) or fraction >= 1:
         instead = "optimizer.optimizer_cpu_offload=False: the flag alone offloads every state"
@@ -133,7 +133,7 @@ def _instead_of_hybrid(asked: Asked) -> str:
         instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
     else:
         instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
-    if uses_fsdp(asked.cfg):
+    if uses_fsdp(run.cfg):
         return (
             f"HybridDeviceOptimizer updates copies on the CPU, and with {FSDP} masters stay on the GPU beside them; "
             f"set {instead}; the masters are offloaded too, and parameter groups as a whole (with "
@@ -238,7 +238,7 @@ OF_ENGINES = [
 GRADIENTS = "OffloadConfig.gradients"
 
 
-def _gradients(beside: str, text: str, when: Callable[[Asked], bool]) -> Refusal:
+def _gradients(beside: str, text: str, when: Callable[[RunConfig], bool]) -> Refusal:
     """Return the row of a setting beside which gradients can be neither allocated late nor offloaded."""
     return Refusal(GRADIENTS, (beside,), f"{text}; or set {GRADIENTS}=False", lambda a: bool(a[GRADIENTS]) and when(a))
 
@@ -333,7 +333,7 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         yield str(error)
         return
     if flag_is_set(cfg.optimizer):
-        yield from told([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], Asked(cfg))
+        yield from texts([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], RunConfig(cfg))
 
 
 def misspelt_flags(cfg: Any) -> Iterator[str]:
@@ -360,19 +360,19 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
         else:
-            yield from told(OF_ENGINES, Asked(cfg, settings, engine))
+            yield from texts(OF_ENGINES, RunConfig(cfg, settings, engine))
         yield from setting_refusals(cfg, settings)
 
 
 def setting_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
     """Yield why settings of masters and gradients cannot be honoured."""
-    return told(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, Asked(cfg, settings))
+    return texts(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, RunConfig(cfg, settings))
 
 
 def refuse_optimizer_config(config: Any) -> None:
     """Check an OptimizerConfig whose flag is set, if there is one; raise as `refuse_config`."""
     if config is not None:
-        refuse(told(OF_OPTIMIZERS, Asked(SimpleNamespace(optimizer=config))))
+        refuse(texts(OF_OPTIMIZERS, RunConfig(SimpleNamespace(optimizer=config))))
 
 
 def refuse_model_config(model_config: Any, engine: Choice, models: Iterable[torch.nn.Module]) -> None:
@@ -380,7 +380,7 @@ def refuse_model_config(model_config: Any, engine: Choice, models: Iterable[torc
 
     And that of each part for GTP.
     """
-    refuse(told([GRAPH_OF_ITERATION, *GTP], Asked(SimpleNamespace(model=model_config), engine=engine)))
+    refuse(texts([GRAPH_OF_ITERATION, *GTP], RunConfig(SimpleNamespace(model=model_config), engine=engine)))
     _refuse_parts(models, GTP)
 
 
@@ -396,7 +396,7 @@ def _refuse_parts(
     """Check the configs of all parts (MIMO's and vision models have their own) by rows that read the model's alone."""
     modules = (module for model in models for module in model.modules())
     for config in {id(found): found for module in modules if (found := getattr(module, "config", None))}.values():
-        refuse(told(rows, Asked(SimpleNamespace(model=config), settings)))
+        refuse(texts(rows, RunConfig(SimpleNamespace(model=config), settings)))
 
 
 def captures_full_iteration(model_config: Any) -> bool:

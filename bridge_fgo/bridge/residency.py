@@ -20,7 +20,7 @@ from bridge_fgo.bridge.reporting import say
 from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import SETTINGS, is_installed, settings_of
 from bridge_fgo.config import OffloadConfig, readable
-from bridge_fgo.engines.ranks import collectives, on_every_rank, require_host_memory, told_by_ranks
+from bridge_fgo.engines.ranks import collectives, gather_or_raise, on_every_rank, require_host_memory
 from bridge_fgo.memory.guard import class_of, own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.storage_slab import find_aliases
@@ -28,7 +28,7 @@ from bridge_fgo.memory.transfers import wait_for_a_while
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.caches import Caches
 from bridge_fgo.sleep.checks import Checks, wrapped_models
-from bridge_fgo.sleep.gradients import Backwards, Gradients, drop_shard_gradients
+from bridge_fgo.sleep.gradient_offloader import Backwards, GradientOffloader, drop_shard_gradients
 from bridge_fgo.sleep.moved import (
     KINDS,
     Kind,
@@ -41,10 +41,10 @@ from bridge_fgo.sleep.moved import (
 )
 from bridge_fgo.sleep.refusals import PLAIN, ddp_of, movable_optimizers, refuse_models, shared_lease
 from bridge_fgo.sleep.state_offloader import DEFAULTS, StateOffloader, offloader_of
+from bridge_fgo.sleep.weight_offloader import HostParam, WeightOffloader, WeightSlab, Where, fitting
 from bridge_fgo.sleep.weight_sets import WeightSet, WeightSets
-from bridge_fgo.sleep.weights import HostParam, Weights, WeightSlab, Where, fitting
 
-Unit = WeightSlab | Gradients | StateOffloader
+Unit = WeightSlab | GradientOffloader | StateOffloader
 """Moves as one."""
 
 
@@ -117,11 +117,11 @@ class Residency:
     ) -> None:
         self._session: Session | None = None  # the session that drives training steps; None before the first
         self._states: StateOffloader | None = None
-        self._parts: list[Weights | Gradients | StateOffloader | Checks | Backwards | Caches | WeightSets] = []
+        self._parts: list[Any] = []
         self._own_room = math.inf  # host bytes that may be allocated yet; with states the engine keeps this number
         self._settings = partial(_settings, config, getattr(optimizer, "config", None), optimizer is not None)
         with collectives:
-            self._chunks, limits = told_by_ranks(
+            self._chunks, limits = gather_or_raise(
                 lambda: (_accepted(model, optimizer, config), _limit_bytes(host_memory_limit_gib))
             )
             # A tensor that is made in inference mode may not be written outside.
@@ -131,16 +131,16 @@ class Residency:
 
     def _make(self, optimizer: Any, limit: float, frozen_folder: str | os.PathLike[str] | None) -> None:
         """Find what moves, and take host memory for it. Between collectives nothing may fail on one rank alone."""
-        room, in_files = told_by_ranks(lambda: self._find_memory(frozen_folder, optimizer is None, limit))
+        room, in_files = gather_or_raise(lambda: self._find_memory(frozen_folder, optimizer is None, limit))
         if any(each is not None for each in in_files) and not any(in_files):  # told: the others go on with ranks
             raise ValueError(
                 f"Residency(frozen_folder={str(frozen_folder)!r}): no parameter is frozen on any rank; leave it out"
             )
         if optimizer is not None:
             self._states = self._kept(offloader_of(optimizer, self._settings, room))
-        staying, places = told_by_ranks(lambda: self._lacking(limit))
+        staying, places = gather_or_raise(lambda: self._lacking(limit))
         alike = set[Any]().union(*places) - {None}
-        _, unhosted = told_by_ranks(lambda: self._settle(limit, staying, alike))
+        _, unhosted = gather_or_raise(lambda: self._settle(limit, staying, alike))
         if max(map(sum, unhosted)):
             params, states = map(readable, max(unhosted, key=sum))
             say(
@@ -168,8 +168,8 @@ class Residency:
         devices = [buffer.grad_data.device for buffer in buffers]
         devices += [parameter.device for chunk in self._chunks for parameter in chunk.parameters()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self._gradients = self._kept(Gradients(buffers, names))
-        self._weights = self._kept(Weights(self._chunks, buffers, names, self._device))
+        self._gradients = self._kept(GradientOffloader(buffers, names))
+        self._weights = self._kept(WeightOffloader(self._chunks, buffers, names, self._device))
         if not isinstance(frozen_folder, str | os.PathLike | None) or frozen_folder == "":
             raise ValueError(f"Residency(frozen_folder={frozen_folder!r}): name a folder, or leave it out")
         folder = None if frozen_folder is None else Path(frozen_folder)
@@ -212,7 +212,7 @@ class Residency:
         find_aliases(self._weights.slabs + self._gradients.slabs)
         return None, unhosted
 
-    def _kept[T: Weights | Gradients | StateOffloader | Checks | Backwards | Caches | WeightSets](self, part: T) -> T:
+    def _kept[T](self, part: T) -> T:
         """Return what is to be closed with this."""
         self._parts.append(part)
         return part
@@ -342,7 +342,7 @@ class Residency:
             wakes = self._states in units and self._lacks_weights
             return (units, Tally(self._device)), (given.finds, wakes)
 
-        (units, tally), votes = told_by_ranks(prepare)
+        (units, tally), votes = gather_or_raise(prepare)
         _require_found(any(finds for finds, _ in votes))
         wakes_params = any(wakes for _, wakes in votes)
         if wakes_params:
@@ -445,7 +445,7 @@ class Residency:
             told = Wake(given.finds, bool(units), wakes_params, needs_weights, places)
             return (units, slabs, Tally(self._device)), told
 
-        (units, slabs, tally), ranks = told_by_ranks(look)
+        (units, slabs, tally), ranks = gather_or_raise(look)
         _require_found(any(rank.finds for rank in ranks))
         moves, wakes_params = any(rank.moves for rank in ranks), any(rank.wakes_params for rank in ranks)
         needs_weights = any(rank.needs_weights for rank in ranks)
@@ -484,7 +484,7 @@ class Residency:
             self._weights.masters_came(tally)
             return tally.end()
 
-        self._weights.masters_come = True
+        self._weights.is_reloading_masters = True
         with undo_on_error(lambda: self._weights.masters_came(tally)):
             if needs_weights:
                 self._weights.reload(slabs, tally)
@@ -532,7 +532,7 @@ class Residency:
             self._require_open()
             return [unit for unit in self._units if unit.is_away]
 
-        def what_came() -> Asked:
+        def newly_resident() -> Asked:
             self._require_open()
             return Asked([unit for unit in before if not unit.is_away])
 
@@ -543,10 +543,10 @@ class Residency:
             # No collective: other ranks may be in the midst of the block, or have failed elsewhere.
             self._offload_again(before, grads, error)
             raise
-        self._offload(what_came, grads)
+        self._offload(newly_resident, grads)
         known = set(before)
         self._reload(lambda: Asked([unit for unit in self._units if unit not in known]))
-        self._offload(what_came, grads)  # packed masters may have brought their weights
+        self._offload(newly_resident, grads)  # packed masters may have brought their weights
 
     @_verb
     def _offload_again(self, before: Sequence[Unit], grads: str, error: BaseException) -> None:
@@ -631,7 +631,7 @@ class Residency:
             wait_for_gpu(self._device)
             return (slabs, is_new, needed, Tally(self._device)), finds
 
-        (slabs, is_new, needed, tally), finds = told_by_ranks(look)
+        (slabs, is_new, needed, tally), finds = gather_or_raise(look)
         _require_found(any(finds))
         require_host_memory(needed if self._pins else 0)
 
@@ -703,7 +703,7 @@ class Residency:
             found = {(slab.place, slab.is_away, slab in slabs) for slab in self._weights.slabs if slab.place}
             return (kept, changed, Tally(self._device)), ({slab.place for slab in changed}, found)
 
-        (kept, changed, tally), told = told_by_ranks(look)
+        (kept, changed, tally), told = gather_or_raise(look)
         found = set[Any]().union(*(found for _, found in told))
         if len({place for place, *_ in found}) < len(found):  # some would gather, and others not
             raise RuntimeError(

@@ -17,7 +17,7 @@ from bridge_fgo.memory.guard import give_up, own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable, send_off
-from bridge_fgo.memory.state import State
+from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.offload.snapshot import Loading, Snapshot, States, Write

@@ -22,7 +22,7 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.slab import SlabStateMachine
-from bridge_fgo.memory.state import Bundle
+from bridge_fgo.memory.state_tensor import Bundle
 from bridge_fgo.states.distributed import MegatronSource, live_bytes
 from bridge_fgo.states.source import Source
 

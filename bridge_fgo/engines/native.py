@@ -173,7 +173,7 @@ class NativeEngine(CheckpointingEngine):
             return
         holding = self.schedule.holding
         for source in whole ^ self._counted_whole:
-            more = self._offloaded[source].held_more_if_whole_bytes
+            more = self._offloaded[source].extra_bytes_if_undivided
             holding.held_through_step += more if source in whole else -more
         self._counted_whole = whole
         holding.forget()

@@ -48,7 +48,7 @@ class OffloadedSource:
         masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
         self.held_through_step = 0 if source.writes_back_by_part else sum(masters)
         # what the step holds to its end beside these where it is not divided
-        self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
+        self.extra_bytes_if_undivided = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
 
     def forget(self, slabs: set[Slab]) -> None:
         """Have nothing to do with some slabs any more."""

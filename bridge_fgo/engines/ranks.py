@@ -32,7 +32,7 @@ def gather[T](own: T) -> list[T]:
     return answers
 
 
-def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
+def gather_or_raise[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
     """Do something that has no collective in it and may fail; raise on every rank where it fails on one, and name that.
 
     The others would go on, and wait in their next collective for a rank that has raised. An interruption is not told:
@@ -54,8 +54,8 @@ def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[T
 
 
 def on_every_rank[T](act: Callable[[], T]) -> T:
-    """Do as `told_by_ranks`, with nothing to tell; return what `act` returns."""
-    own, _ = told_by_ranks(lambda: (act(), None))
+    """Do as `gather_or_raise`, with nothing to tell; return what `act` returns."""
+    own, _ = gather_or_raise(lambda: (act(), None))
     return own
 
 
@@ -72,7 +72,7 @@ def require_host_memory(nbytes: int) -> None:
 
 
 def _needs(nbytes: int) -> list[Need]:
-    return told_by_ranks(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
+    return gather_or_raise(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
 
 
 def pin_on_every_rank(engine: Engine) -> None:

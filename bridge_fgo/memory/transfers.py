@@ -11,7 +11,7 @@ from typing import Protocol, override
 
 import torch
 
-from bridge_fgo.memory.driver import Copier, Event, Stream, current_stream
+from bridge_fgo.memory.cuda_driver import Copier, Event, Stream, current_stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.memory.layout import pieces

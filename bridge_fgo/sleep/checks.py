@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.sleep.gradients import Backwards
+from bridge_fgo.sleep.gradient_offloader import Backwards
 from bridge_fgo.sleep.moved import Kind
 from bridge_fgo.sleep.state_offloader import StateOffloader
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from bridge_fgo.memory.driver import Stream
+from bridge_fgo.memory.cuda_driver import Stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 

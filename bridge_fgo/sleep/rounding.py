@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.storage_slab import Range
 from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
 from bridge_fgo.sleep.state_offloader import StateOffloader

@@ -17,7 +17,7 @@ from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, return_to_driver

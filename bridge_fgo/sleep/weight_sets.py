@@ -13,7 +13,7 @@ import torch
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.sleep.moved import Tally
-from bridge_fgo.sleep.weights import Sums, WeightSlab, sums_of
+from bridge_fgo.sleep.weight_offloader import Sums, WeightSlab, sums_of
 
 
 class WeightSet:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bridge_fgo.memory.slab import Part
-from bridge_fgo.memory.state import Bundle
+from bridge_fgo.memory.state_tensor import Bundle
 
 
 class Source(ABC):

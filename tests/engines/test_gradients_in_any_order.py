@@ -19,7 +19,7 @@ from bridge_fgo.engines.gradients import MANAGED
 from bridge_fgo.memory.gradient_bucket import BUCKET, BucketState, GradientBucket
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
-from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
+from bridge_fgo.sleep.gradient_offloader import GradientOffloader
 
 BUCKETS = (4, 2)
 NUMBERS = st.integers(0, sum(BUCKETS) - 1)
@@ -64,7 +64,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.transfers = DebugTransfers(self.transfers, seed)
         self.offloads = not lazy
         self.gradients = taken(self.ddp, self.transfers, self.offloads)
-        self.sleeper = SleepingGradients(self.ddp.buffers, {})
+        self.sleeper = GradientOffloader(self.ddp.buffers, {})
 
     @rule(place=PLACES, value=st.integers(-5, 5))
     def add(self, place, value):

@@ -396,13 +396,13 @@ def residency(training, **how):
 
 def another_rank(patch, vote_of):
     """Have another rank take part in what ranks tell each other. vote_of: returns its vote, given this rank's."""
-    told = residency_module.told_by_ranks
+    told = residency_module.gather_or_raise
 
     def told_by_both(act):
         own, votes = told(act)
         return own, [*votes, vote_of(votes[0])]
 
-    patch.setattr(residency_module, "told_by_ranks", told_by_both)
+    patch.setattr(residency_module, "gather_or_raise", told_by_both)
 
 
 def lock_fails_once(patch, res):

@@ -39,7 +39,7 @@ from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import state_offloader
 from bridge_fgo.sleep.rounding import Rounding
-from bridge_fgo.sleep.weights import Weights
+from bridge_fgo.sleep.weight_offloader import WeightOffloader
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
@@ -325,7 +325,7 @@ def written_after_a_fault(me):
     """Masters that were compared in a sleep that failed may have gone; they tell nothing of what was loaded since."""
     me.offload()
     me.reload()
-    with me.failing(Weights, "release", call=1):
+    with me.failing(WeightOffloader, "release", call=1):
         me.res.offload("params", "optimizer")
     assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
     me.write()
@@ -582,7 +582,7 @@ def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woke
     from bridge_fgo.memory.remainders import Remainders
 
     order = []
-    for owner, name in ((Remainders, "locate"), (Remainders, "encode"), (Weights, "reload")):
+    for owner, name in ((Remainders, "locate"), (Remainders, "encode"), (WeightOffloader, "reload")):
         note(monkeypatch, order, owner, name, name)
     me = sleeper(config=PACKED, early=True)
     me.res.offload("params")

@@ -17,7 +17,7 @@ from bridge_fgo.sleep.moved import Kind, map_hosts
 COMES_BY = "Residency.reload('grads')"
 
 
-class Gradients:
+class GradientOffloader:
     """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
 
     That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of

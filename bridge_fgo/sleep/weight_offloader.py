@@ -170,7 +170,7 @@ def sums_of(slabs: Iterable[WeightSlab]) -> dict[WeightSlab, Sums]:
     return {slab: tuple(next(sums) for _ in slab.ranges) for slab in slabs}
 
 
-class Weights:
+class WeightOffloader:
     """Moves the weights of model chunks.
 
     Args:
@@ -210,7 +210,7 @@ class Weights:
         self._staying: list[WeightSlab] = []
         """The slabs that never move, as there is no host memory for them."""
         self._beside = SideStream(device)
-        self.masters_come = False  # whether masters are coming back, and nobody can write them yet
+        self.is_reloading_masters = False  # whether masters are coming back, and nobody can write them yet
         self._wakes_alone = False
         """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
 
@@ -309,13 +309,13 @@ class Weights:
 
     def masters_may_change(self) -> None:
         """Trust no masters from now on: somebody is about to get them, who may write them, as a load does."""
-        if not self.masters_come:
+        if not self.is_reloading_masters:
             for slab in self.slabs:
                 self._forget_masters(slab)
 
     def masters_came(self, tally: Tally) -> None:
-        """End `masters_come`: masters that are here may change."""
-        self.masters_come = False
+        """End `is_reloading_masters`: masters that are here may change."""
+        self.is_reloading_masters = False
         for slab in self.slabs:
             is_at_risk = slab.rounding is not None and slab.rounding.any_master_is_here()
             if is_at_risk and (copied := self._forget_masters(slab)):
