@@ -264,6 +264,14 @@ def test_memory_that_was_reserved_to_pack_what_then_stays_is_given_back(whole_st
     assert not any(slab.staging is not None for slab in staying)
 
 
+@pytest.mark.parametrize("layer", [WHOLE // 4, WHOLE])
+def test_steps_outside_of_training_hold_no_more_than_their_limit(layer):
+    training = trained(5, layer=layer, step=4 * layer)
+    training.engine.offload_now()
+    for _ in range(3):
+        assert most_held_in(training, training.update) <= training.schedule.step_limit < training.whole
+
+
 # A step that a hook keeps whole.
 
 

@@ -96,7 +96,7 @@ ARMS = {
     "resident": {"offload": "off"},
     "recomputed": {"offload": "off", "recompute": "full"},
     "native": NATIVE | {"recompute": "none", "gradients": None},
-    "whole": NATIVE | {"master_remainders": False},
+    "packed": NATIVE | {"master_remainders": True},
     "half": NATIVE,
     "auto": NATIVE | {"gpu_memory_budget_gib": "auto"},
     "lazy": NATIVE | {"gradients": "lazy"},
@@ -161,7 +161,7 @@ def test_an_arm_is_started_with_its_budget_its_checkout_and_its_variables(start,
     assert environment == {"A": "1", "B": "x", "y": "z"} and options["--engine"] == "native"
 
 
-@pytest.mark.parametrize("name", ["native", "whole", "half", "hybrid"])
+@pytest.mark.parametrize("name", ["native", "packed", "half", "hybrid"])
 @pytest.mark.parametrize("steps", [8, 9, 16])
 def test_with_saves_an_arm_saves_twice_the_second_time_in_a_step_that_counts(start, name, steps):
     assert "--save" not in start(name)[0]

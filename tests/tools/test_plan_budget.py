@@ -131,7 +131,7 @@ def test_the_least_budget_is_of_the_rank_with_the_largest_part():
     (first,), (second,) = job.held, of_other.held
     held = replace(first, optimizers=[*first.optimizers, *second.optimizers], ranks=[[0], [1]])
     job = replace(job, parallel=Parallel(2, 1, 1, 1, 1, 1), held=[held])
-    plan = make_estimate(job)
+    plan = make_estimate(job, OffloadConfig(master_remainders=True))
     (stage,) = plan.stages
     largest = [max(of_rank.parts) for of_rank in plan.states[0]]
     assert largest[0] == 12 * 64 * 2000 > largest[1]

@@ -112,7 +112,7 @@ def test_the_verdict_is_of_the_budget_that_was_given(budget, outcome):
 @pytest.mark.parametrize(
     ("billions", "flag", "budget", "peak"),
     [(4.36, False, None, 79.58), (4.48, False, None, 81.74), (4.36, True, "auto", None), (4.0, False, None, None),
-     (8.4, True, None, 80.16)],
+     (8.8, True, None, 79.30)],
 )  # fmt: skip
 def test_a_peak_about_as_large_as_the_room_is_a_close_call(billions, flag, budget, peak):
     of_job = estimate(billions, system="H100", flag=flag, budget=budget)
@@ -305,11 +305,11 @@ def test_seconds_are_bytes_over_the_link_that_a_gpu_has_beside_the_others_of_its
     assert seconds[ALONE] == pytest.approx(2 * GB / link.h2d)
 
 
-def test_with_the_flag_masters_leave_packed_and_weights_are_copied_for_them():
-    (stage,) = plan_phases(estimate(8.0)).stages
+def test_masters_that_are_packed_have_weights_copied_for_them():
+    (stage,) = plan_phases(estimate(8.0, offload=OffloadConfig(master_remainders=True))).stages
     params, _, states = moves(stage)[WAKE_ALL]
     assert params == 16 * GB and states == pytest.approx(8 * 10.125 * GB, rel=0.001)
-    (stage,) = plan_phases(estimate(8.0, offload=OffloadConfig(master_remainders=False), flag=False)).stages
+    (stage,) = plan_phases(estimate(8.0, flag=False)).stages
     assert moves(stage)[WAKE_ALL] == (0, 0, 96 * GB)
 
 

@@ -60,7 +60,7 @@ def test_states_are_to_the_byte_what_the_engine_measures(options):
             pass
         run.step()
         stats = bridge_fgo.stats()
-        plan, held = planned(run, OffloadConfig(master_remainders=False if "fsdp" in options else None))
+        plan, held = planned(run, OffloadConfig())
         homes = sum(sum(states.homes) for states in held)
         padding = homes - sum(numel * 4 for states in held if states.homes for _, numel, *_ in states.bundles)
         assert (plan.total, plan.offloaded) == (stats.state_bytes + padding, stats.offloaded_bytes + padding)

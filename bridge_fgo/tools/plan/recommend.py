@@ -11,6 +11,7 @@ from typing import Any
 
 from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
+from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
@@ -375,6 +376,19 @@ class Recommender:
                 f"added, and states have less to hide behind (estimated: two jobs on an H200 took up to 3% more){asked}"
             )
 
+    def _what_more_memory_saves(self, beside: Compute) -> Iterator[str]:
+        """Yield the budgets some GiB above the least that the system has room for, and what each adds to a step."""
+        least = self._as_it_is.least_budget / 2**30
+        budgets = [gib for more in MORE_GIB if (gib := math.ceil(least) + more) * 2**30 <= self._room]
+        if not budgets or self._as_it_is.refusals:
+            return
+        added = []
+        for gib in budgets:
+            offload, times = replace(self._offload, gpu_memory_budget_gib=gib), (beside.forward, beside.backward)
+            (row,) = make_estimate(self._job, offload, [self._link], *times, self._activations, self._states).links
+            added.append(f"{row.floor or 0.0:.3f} s with {BUDGET}{gib}")
+        yield f"with more than the least memory ({least:.1f} GiB) they add at least {', '.join(added)}"
+
     def _terms(self, compute: Compute, kinds: dict[str, dict[str, Any]]) -> Iterator[str]:
         rate = SYSTEMS[self._link.name].flops
         source = (
@@ -391,8 +405,9 @@ class Recommender:
         yield (
             f"states: all of them take {row.link_seconds:.3f} s one way. They add at least {hidden.floor or 0.0:.3f} s "
             f"(floor; with nothing to hide behind {row.most_floor:.3f} s) at {self._in_node.figures} GB/s D2H/H2D/both "
-            "at once; in runs on H200s up to 0.1 of their one crossing came on top"
+            "at once; in runs on H200s up to 0.15 of their one crossing came on top"
         )
+        yield from self._what_more_memory_saves(beside)
         moved = _with_gradients(self._offload, self._job)
         if why := self._why_gradients_stay(self._job, moved):
             yield f"gradients: {why}"

@@ -115,6 +115,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="what to recompute in backward: attention scores, or all of a layer",
     )
     parser.add_argument(
+        "--attention",
+        choices=("unfused", "flash", "fused"),
+        default="unfused",
+        help="unfused is deterministic and needs no cuDNN",
+    )
+    parser.add_argument("--log-interval", type=int, default=1, help="steps; mcore's timers wait for the device in each")
+    parser.add_argument(
         "--offload-activations",
         type=lambda text: text.split(","),
         help="comma-separated modules whose activations mcore offloads; needs NVTE_CPU_OFFLOAD_V1=1 in the environment",
@@ -196,6 +203,7 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     import torch
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.mixed_precision import bf16_mixed
+    from megatron.core.transformer.enums import AttnBackend
 
     config = tiny.small_gpt(
         options.steps + options.extra_steps + (0 if options.trace is None else 2),
@@ -220,6 +228,8 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     )
     model, optimizer, ddp = config.model, config.optimizer, config.ddp
     config.scheduler.lr_warmup_iters = min(2, options.steps - 1)
+    config.logger.log_interval = options.log_interval
+    model.attention_backend = AttnBackend[options.attention]
     if options.te_graphs:
         model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
         model.use_te_rng_tracker = True

@@ -36,7 +36,7 @@ from harness.bench.presets import BenchArm, arms, read_name, resident_of, save_o
 NOT_EQUAL = 1
 FAILED = 2
 
-Preset = Literal["short", "long", "moe", "slabs", "tight"]
+Preset = Literal["4k", "8k", "moe-4k", "moe-8k", "short", "long", "moe", "slabs", "tight"]
 Optimizer = Literal["adam", "muon", "dist_muon"]
 Sharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
@@ -56,7 +56,7 @@ class Settings:
             "native:NAME=VALUE is one with a variable of its own, compared with resident:NAME=VALUE if that is there."
         ),
     ] = None
-    preset: Annotated[Preset, option("What to train.")] = "short"
+    preset: Annotated[Preset, option("What to train.")] = "8k"
     steps: Annotated[
         int | None, option("Steps of each arm, 16 by default; from the 7th on they count. Not with --in-turn.", min=8)
     ] = None
@@ -83,6 +83,13 @@ class Settings:
     layers: Annotated[
         int | None, option("Layers of the model; default: the preset's. Fewer let arms fit side by side.", min=1)
     ] = None
+    recompute: Annotated[
+        Literal["none", "attention", "full"] | None,
+        option("What every arm recomputes in backward; default: the preset's."),
+    ] = None
+    log_interval: Annotated[
+        int, option("Steps between two logged ones, which wait for the device; recipes log each step.", min=1)
+    ] = 1
     optimizer: Annotated[
         Optimizer,
         option("Muons need emerging-optimizers; their mcore arm also a patched Bridge, see the bench's page."),
@@ -160,7 +167,8 @@ class Settings:
 
     def size(self) -> list[str]:
         """Return the arms' options that say what each trains; ValueError where as many GPUs cannot train that."""
-        return size_options(self.preset, self.gpus or 1, self.tp, self.microbatches, self.layers)
+        size = size_options(self.preset, self.gpus or 1, self.tp, self.microbatches, self.layers, self.recompute)
+        return [*size, "--log-interval", str(self.log_interval)]
 
 
 def run(settings: Settings) -> int:

@@ -10,27 +10,35 @@ from pathlib import Path
 
 from bridge_fgo.config import STRATEGIES
 
+DENSE = "--layers 24 --hidden 2048 --ffn 8192 --heads 16"  # 1.64B parameters
+EXPERTS = "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --experts 16 --topk 2"  # experts over all GPUs
+
 PRESETS = {
+    # A job as recipes have it, by the tokens of a microbatch.
+    "4k": f"{DENSE} --seq 4096 --mbs 1 --recompute attention",
+    "8k": f"{DENSE} --seq 8192 --mbs 1 --recompute attention",
+    "moe-4k": f"{EXPERTS} --seq 4096 --mbs 1 --recompute attention",
+    "moe-8k": f"{EXPERTS} --seq 8192 --mbs 1 --recompute attention",
     # 1.64B parameters; 4 microbatches of 2 x 2048 tokens on one GPU, far too short to hide the copies behind.
-    "short": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 2048 --mbs 2",
+    "short": f"{DENSE} --seq 2048 --mbs 2",
     # The same model with six times the tokens in a microbatch, in sequences four times as long: its forward takes
     # longer than the states take over the link, and its activations are larger than they.
-    "long": "--layers 24 --hidden 2048 --ffn 8192 --heads 16 --seq 8192 --mbs 3 --recompute attention",
-    # A mixture of experts: a ChainedOptimizer of dense and expert parameters, experts over all GPUs.
-    "moe": "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --seq 2048 --mbs 2 --experts 16 --topk 2",
+    "long": f"{DENSE} --seq 8192 --mbs 3 --recompute attention",
+    # A mixture of experts: a ChainedOptimizer of dense and expert parameters.
+    "moe": f"{EXPERTS} --seq 2048 --mbs 2",
     # As many states as the first in narrower layers, each tensor's updated on its own: more than 400 slabs.
     "slabs": "--layers 51 --hidden 1408 --ffn 5632 --heads 16 --seq 2048 --mbs 2",
     # 5.93B parameters, of which states and activations together need 148 GB: more than an H200 has.
     "tight": "--layers 32 --hidden 4096 --ffn 11008 --heads 32 --groups 8 --seq 2048 --mbs 2",
 }
-MICROBATCHES = {"short": 4, "long": 2, "moe": 4, "slabs": 4, "tight": 16}
+MICROBATCHES = {"long": 2, "tight": 16}  # of a step; of other presets 4
 RESIDENT = {"tight": ("--recompute", "attention")}  # to make the resident arm of a preset fit the GPU
 RECOMPUTED = ("--recompute", "full", "--mbs", "4")
 """Options of the arm that recomputes every layer. That saves the most memory without offload, which larger microbatches
 then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
 NAMES = (
-    *("resident", "recomputed", "native", "whole", "half", "auto", "lazy", "gradients", "auto_gradients"),
+    *("resident", "recomputed", "native", "packed", "half", "auto", "lazy", "gradients", "auto_gradients"),
     *("mcore", "fsdp_resident", "fsdp", "hybrid"),
 )
 """Kinds of arms."""
@@ -70,9 +78,14 @@ class BenchArm:
 
 
 def size_options(
-    preset: str, gpus: int, tp: int = 1, microbatches: int | None = None, layers: int | None = None
+    preset: str,
+    gpus: int,
+    tp: int = 1,
+    microbatches: int | None = None,
+    layers: int | None = None,
+    recompute: str | None = None,
 ) -> list[str]:
-    """Return the arm's options for the sizes of a preset, with other `microbatches` or `layers` where these are given.
+    """Return the arm's options for the sizes of a preset; what is given replaces what the preset has.
 
     Of the GPUs `tp` are tensor-parallel, with sequence parallelism, and all such groups data-parallel, or ValueError.
     """
@@ -81,14 +94,16 @@ def size_options(
     options = PRESETS[preset].split()
     if layers is not None:
         options[options.index("--layers") + 1] = str(layers)
+    if recompute is not None:
+        options += ["--recompute", recompute]  # the last one counts
     # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
     # mixture of experts adds up what its experts return in any order.
-    options += ["--deterministic" if preset == "moe" else "--no-deterministic"]
+    options += ["--deterministic" if "--experts" in options else "--no-deterministic"]
     microbatch = int(options[options.index("--mbs") + 1])
-    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES[preset]) * (gpus // tp))]
+    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES.get(preset, 4)) * (gpus // tp))]
     if tp > 1:
         options += ["--tp", str(tp)]
-    if preset == "moe":
+    if "--experts" in options:
         options += ["--ep", str(gpus // tp)]
     return options
 
@@ -174,7 +189,7 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "resident": resident,
         "recomputed": (*muon, "--offload", "off", *RECOMPUTED),
         "native": native,
-        "whole": (*native, "--no-master-remainders"),
+        "packed": (*native, "--master-remainders"),
         "half": native,
         "auto": (*native, "--gpu-memory-budget-gib", "auto"),
         "lazy": (*native, "--gradients", "lazy"),
