@@ -265,8 +265,8 @@ class Schedule:
                     queue.mark_here(slab)
                 for part in group:
                     update(part)
-                # The first step holds each state twice while a slab takes it in, and cannot wait for the next pass. A step
-                # outside of training may be followed by another one, which needs the memory.
+                # The first step holds each state twice while a slab takes it in, and cannot wait for the next pass. A
+                # step outside of training may be followed by another one, which needs the memory.
                 may_defer = self._warm and self.recorder.in_step
                 is_deferred = may_defer and queue.is_through and self._to_overlap <= 0
                 if is_deferred:

@@ -313,7 +313,7 @@ class WeightOffloader:
             for slab in self.slabs:
                 self._forget_masters(slab)
 
-    def masters_came(self, tally: Tally) -> None:
+    def masters_reloaded(self, tally: Tally) -> None:
         """End `is_reloading_masters`: masters that are here may change."""
         self.is_reloading_masters = False
         for slab in self.slabs:

@@ -34,10 +34,9 @@ from sleeping import (
 )  # fmt: skip
 
 import bridge_fgo
-from bridge_fgo.bridge import residency
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import state_offloader
+from bridge_fgo.sleep import local_moves, state_offloader
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weight_offloader import WeightOffloader
 
@@ -108,7 +107,7 @@ def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_res
         else:
             me.reload()
             assert me.gone() == set() == me.res.away
-            assert not any(slab._bytes.any() for slab in me.res._gradients.slabs)
+            assert not any(slab._bytes.any() for slab in me.res._memory.gradients.slabs)
         me.train()
         if by_flag:  # which leaves states on the host
             me.offload("params")
@@ -224,9 +223,10 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
                 me.how["host_memory_limit_gib"] = limit / GIB
                 with counted() as taken:
                     held = me.weights_here() + me.states_bytes()
-                    assert (me.res._unhosted == 0) == (share >= 1) and (me.res._unhosted < held or share < 0.2)
+                    unhosted = me.res._memory.unhosted
+                    assert (unhosted == 0) == (share >= 1) and (unhosted < held or share < 0.2)
                     me.offload()
-                    assert me.weights_here() + me.states_bytes() == me.res._unhosted
+                    assert me.weights_here() + me.states_bytes() == unhosted
                     me.movable_names, me.movable = me.names_away(), me.res.away
                     for each in [each for each in calls if each[0] not in ("keep gradients", "keep", "make")]:
                         call(me, *each)
@@ -482,8 +482,8 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
     me, order = sleeper(), []
     me.res.offload()
     for owner, name in (
-        (type(me.res._states), "reload"),
-        (type(me.res._states), "finish_reload"),
+        (type(me.res._memory.states), "reload"),
+        (type(me.res._memory.states), "finish_reload"),
         (StorageSlab, "fill"),
     ):
         note(monkeypatch, order, owner, name, name)
@@ -633,7 +633,7 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
         fail(patch, state_offloader.StateOffloader, "start_offload", call=1, error=MemoryError)
         note(patch, order, state_offloader.StateOffloader, "start_offload", "states")
         note(patch, order, StorageSlab, "copy_out", "weights")
-        patch.setattr(residency, "wait_for_gpu", lambda device: order.append("wait"))
+        patch.setattr(local_moves, "wait_for_gpu", lambda device: order.append("wait"))
         me.res.offload("params", "optimizer")
     assert order == ["wait", "weights", "states", "wait"]
     assert not me.res.away
@@ -673,7 +673,7 @@ def test_after_a_move_that_failed_half_way_training_goes_on_and_the_next_copies_
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
     owner, name, error, away, act = FAULTS[where]
     me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)  # several buffers
-    assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
+    assert len(me.res._memory.states.engine.slabs) > MOST_IN_TRANSIT
     me.keep("a set")
     me.train()
     me.offload(away, grads="keep")
@@ -692,7 +692,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me = sleeper(0)
     me.res.offload()
     with monkeypatch.context() as patch:
-        patch.setattr("bridge_fgo.bridge.residency.wait_for_gpu", lambda device: time.sleep(0.5))
+        patch.setattr("bridge_fgo.sleep.collective_moves.wait_for_gpu", lambda device: time.sleep(0.5))
         patch.setattr("bridge_fgo.memory.transfers.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0
@@ -717,19 +717,19 @@ def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a
 
     me.training.optimizer.step = sleep_first
     me.train()
-    assert refused and not res._backwards.pending
+    assert refused and not res._memory.backwards.pending
     res.offload("grads")  # the update is over
     res.reload()
     me.end()
 
     me = sleeper()
-    me.res._backwards.pending.add(id(me.ddp))
+    me.res._memory.backwards.pending.add(id(me.ddp))
     me.training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers
-    assert me.res._backwards.pending
+    assert me.res._memory.backwards.pending
     me.ddp.zero_grad_buffer()
     param = me.leaf.optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
-    assert me.res.offload("grads").freed == sum(s.nbytes for s in me.res._gradients.slabs) + param.nbytes
+    assert me.res.offload("grads").freed == sum(s.nbytes for s in me.res._memory.gradients.slabs) + param.nbytes
     assert param.grad is None and me.gone() == {"grads"} == me.res.away
 
 

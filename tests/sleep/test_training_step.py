@@ -151,7 +151,7 @@ def test_a_loop_of_ones_own_has_short_pieces_and_the_waits_that_activation_offlo
         assert not activation_offload._are_added
         with res.training_step():
             assert activation_offload._are_added and not limits
-        lease, offloads = res._states.lease, SimpleNamespace(fine_grained_activation_offloading=True)
+        lease, offloads = res._memory.states.lease, SimpleNamespace(fine_grained_activation_offloading=True)
         assert lease.meter.of_intervals == ALLOCATED
         lease.settings = replace(WHOLE, gpu_memory_budget_gib="auto")
         Session(lease, offloads)
