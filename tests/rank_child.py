@@ -233,8 +233,9 @@ def sleep_within(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     """Sleep with a limit of host memory; note what stays on the GPU, and what has host memory."""
     res.offload()
     seen["stays"] = res._memory.unhosted
-    assert res._memory.states is not None
-    seen["taken"] = res._memory.states.host_bytes + sum(slab.host.tensor.numel() for slab in res._memory.weights.slabs)
+    memory = res._memory
+    assert memory.states is not None
+    seen["taken"] = memory.states.engine.host_bytes + sum(slab.host.tensor.numel() for slab in memory.weights.slabs)
     res.reload("params")
     res.reload()
 

@@ -1,7 +1,7 @@
 """The user's class: which of a model's parameters, gradients and optimizer state are on the GPU, between steps.
 
 It is a facade. `sleep.trainer_memory` finds what moves, `sleep.collective_moves` moves it on all ranks,
-`sleep.weight_swaps` swaps sets of weights, and `bridge.session` drives training steps.
+`sleep.weight_sets` keeps several weights, and `bridge.session` drives training steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bridge_fgo.sleep.refusals import refuse_models
 from bridge_fgo.sleep.selection import Selection, select
 from bridge_fgo.sleep.trainer_memory import TrainerMemory
 from bridge_fgo.sleep.weight_offloader import HostParam, Where
-from bridge_fgo.sleep.weight_swaps import WeightSwaps
+from bridge_fgo.sleep.weight_sets import WeightSets
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
 
@@ -91,7 +91,7 @@ class Residency:
                 chunks, optimizer, self._settings, min(limits), frozen_folder, self._gradients_ready
             )
             self._moves = CollectiveMoves(memory)
-            self._swaps = WeightSwaps(memory, lambda: active_session() is not None)
+            self._sets = WeightSets(memory, lambda: active_session() is not None)
             if max(map(sum, memory.unhosted_by_rank)):
                 params, states = map(readable, max(memory.unhosted_by_rank, key=sum))
                 say(
@@ -119,7 +119,7 @@ class Residency:
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host bytes that are held for all of it."""
-        return self._memory.pinned_bytes
+        return self._memory.pinned_bytes + self._sets.pinned_bytes
 
     @property
     def has_optimizer(self) -> bool:
@@ -232,6 +232,7 @@ class Residency:
     def _let_go(self) -> None:
         if self._session is not None and not self._session.closed:
             self._session.close()
+        self._sets.close()
         self._memory.close()
         activation_offload.askers.discard(self)
 
@@ -253,11 +254,11 @@ class Residency:
             RuntimeError: parameters are away; or it is closed. Or another rank failed. If copying fails, nothing is
                 left under the name.
         """
-        return self._swaps.keep(name, where)
+        return self._sets.keep(name, where)
 
     def drop(self, name: str) -> None:
         """Release the host memory of what was kept under a name; local, and no error if nothing was."""
-        self._swaps.drop(name)
+        self._sets.drop(name)
 
     def weights(self, name: str) -> Any:
         """Context in which the model has the weights that were kept under a name, for forwards without gradients.
@@ -277,7 +278,7 @@ class Residency:
                 moved. Or another rank failed.
             torch.OutOfMemoryError: there is no memory for parameters that are away.
         """
-        return self._swaps.swapped(name)
+        return self._sets.swapped(name)
 
     # Training steps.
 

@@ -71,7 +71,7 @@ def offload(memory: TrainerMemory, units: Sequence[Unit], grads: Grads, tally: T
         # Weights first: their copies run while masters are compared, and while the states' are queued.
         memory.weights.start_offload(slabs, states is not None, tally)
         if states is not None:
-            before = states.released_bytes + states.unmade_bytes
+            before = states.engine.traffic.released + states.unmade_bytes
             with tally.part("optimizer"):
                 tally.copy("optimizer", states.start_offload())
             if not states.reads_weights:  # while states are copied the driver takes these back too
@@ -79,7 +79,7 @@ def offload(memory: TrainerMemory, units: Sequence[Unit], grads: Grads, tally: T
                     tally.moved.freed += memory.weights.release(slabs)
             with tally.part("optimizer"):
                 states.end_offload()
-            tally.moved.freed += states.released_bytes - before
+            tally.moved.freed += states.engine.traffic.released - before
     if keeps:
         tally.copy("grads", memory.gradients.copy_out())
     # Race: an emptied storage goes to the next allocation on the stream that it was made on, and to the driver, while
@@ -104,10 +104,10 @@ def start_reload(memory: TrainerMemory, units: Sequence[Unit], tally: Tally) -> 
     """Start to reload states and gradients; `end_reload` follows."""
     states = memory.states
     if states is not None and states in units:  # first: the driver gives memory for the others while these are copied
-        before = states.released_bytes
+        before = states.engine.traffic.released
         with tally.part("optimizer"):
             tally.copy("optimizer", states.reload())
-        tally.moved.freed += states.released_bytes - before
+        tally.moved.freed += states.engine.traffic.released - before
     if memory.gradients in units:
         with tally.part("grads"):
             taken, copied = memory.gradients.reload()

@@ -13,7 +13,7 @@ import torch
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.lease import EngineLease
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.engines.ranks import gather, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import gather_or_raise, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
@@ -42,10 +42,15 @@ def offloader_of(optimizer: Any, settings: Callable[[], OffloadConfig], host_byt
         ValueError: an optimizer cannot be offloaded, on this rank or another; names it.
         RuntimeError: host memory could not be allocated, on this rank or another.
     """
-    optimizers = on_every_rank(lambda: movable_optimizers(optimizer))
-    lease = on_every_rank(lambda: shared_lease(optimizers))
+
+    def find() -> tuple[tuple[list[Any], EngineLease | None], bool]:
+        optimizers = movable_optimizers(optimizer)
+        lease = shared_lease(optimizers)
+        return (optimizers, lease), lease is not None
+
+    (optimizers, lease), are_shared = gather_or_raise(find)
     sources, meter = [source_of(leaf) for leaf in optimizers], PeakMeter()
-    if not any(gather(lease is not None)):
+    if not any(are_shared):
         engine = on_every_rank(lambda: NativeEngine(sources, settings(), meter, host_bytes=host_bytes))
         pin_on_every_rank(engine)
         lease = EngineLease("sleep", sources, engine, engine.config, meter)
@@ -65,20 +70,18 @@ class StateOffloader:
         self.lease, self.engine, self.optimizers = lease, lease.engine, list(optimizers)
         own = {id(leaf) for leaf in optimizers}
         self.sources = [source for source in lease.sources if id(source.optimizer) in own]
-        self._copies: HostCopies | None = None
-        """None if training steps move the slabs too, or if the host's copies are overwritten (debug mode)."""
-        self._offloading = deque[Slab]()
-        """Slabs whose copies out were started, and whose memory is still to be released."""
-        self._cached = 0
-        """Bytes of released slabs that the allocator has not returned to the driver."""
-        if not lease.is_stepped and self.sources and self.engine.schedule.transfers.keeps_host_copies:
-            self._copies = HostCopies(self.engine.slabs, self.sources[0].device)
+        self._offloading = deque[Slab]()  # slabs whose copies out were started, and that are still to be released
+        self._cached = 0  # bytes of released slabs that the allocator has not returned to the driver
+        # Debug mode overwrites the host's copies. Packed masters are reloaded with their weights.
+        is_kept = self.engine.transfers.keeps_host_copies and not (lease.is_stepped or self.reads_weights)
+        device = self.sources[0].device if self.sources else torch.device("cpu")
+        self._copies = HostCopies(self.engine.slabs if is_kept else [], device)
         let_go_for(self)
         lease.has_residency = True
 
     @property
     def reads_weights(self) -> bool:
-        """Whether masters may be packed, which takes the weights to offload and to reload them."""
+        """Whether masters may be packed, so that they are offloaded and reloaded by their weights."""
         return any(slab.codec.family is not None for slab in self.engine.slabs)
 
     def read_storages(self) -> set[int]:
@@ -99,20 +102,10 @@ class StateOffloader:
         return any(slab.state is not SlabState.RELEASED and slab.exists() for slab in self.engine.slabs)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that the engine has for its slabs."""
-        return self.engine.host_bytes
-
-    @property
     def unmade_bytes(self) -> int:
-        """Bytes of states that no step has made yet, in slabs that were never offloaded, which have room for them."""
+        """Bytes of states that no step has made yet, in slabs that exist on the GPU alone."""
         new = (slab for slab in self.engine.slabs if slab.gpu is None and slab.exists())
         return sum(state.nbytes for slab in new for state in slab.states if state.read() is None)
-
-    @property
-    def released_bytes(self) -> int:
-        """The bytes of masters and moments whose GPU memory is released: a count, as each tensor's would take long."""
-        return self.engine.traffic.released
 
     def require_whole(self) -> None:
         """Raise RuntimeError if an error has ended an optimizer step, or a move, half-way."""
@@ -130,8 +123,8 @@ class StateOffloader:
         if not self.lease.is_stepped:
             self.give_up_offload()  # an interrupted call may have left copies, which lack later updates
         self.engine.masters.locate_weights()  # they may have been reloaded to another address
-        unchanged = self._copies.unchanged() if self._copies is not None else set[Slab]()
-        self.forget_copies()  # until the reload: an engine that is served may copy out again
+        unchanged = self._copies.unchanged()
+        self._copies.forget()  # until the reload: an engine that is served may copy out again
         self._offloading.clear()
         self._cached = 0
         for slab in self.engine.slabs:
@@ -162,10 +155,7 @@ class StateOffloader:
             self._cached = 0
 
     def give_up_offload(self) -> None:
-        """Keep every slab that was not released, after something failed between the two.
-
-        Training may go on and write it, which its copy would lack.
-        """
+        """Keep every slab on the GPU that was not released: training may go on and write it, which its copy lacks."""
         self._offloading.clear()
         for slab in self.engine.slabs:
             if not slab.interrupted and slab.state is SlabState.OFFLOADING:
@@ -179,7 +169,7 @@ class StateOffloader:
             RuntimeError: as `Engine.require_writable`.
         """
         before = self.engine.traffic.back
-        if self._copies is not None and not self.lease.is_stepped and not self.reads_weights:
+        if not self.lease.is_stepped:
             self._copies.reload_all()
         self.engine.require_writable()
         self.lease.is_asleep = False
@@ -187,13 +177,11 @@ class StateOffloader:
 
     def finish_reload(self) -> None:
         """Note what `reload` has copied, so that unchanged states need not be copied again; the host waits for it."""
-        if self._copies is not None:
-            self._copies.finish_reload()
+        self._copies.finish_reload()
 
     def forget_copies(self) -> None:
         """Copy all states in the next offload: something else has moved or updated them."""
-        if self._copies is not None:
-            self._copies.forget()
+        self._copies.forget()
 
     # Weights that masters round to.
 
@@ -207,7 +195,7 @@ class StateOffloader:
         return [pair for pair in pairs if id(pair[1]) in moving]  # others may be written while these are away
 
     def on_host(self) -> dict[int, torch.Tensor]:
-        """Return what the host has of the states that are away, each like its tensor, by the `id` of that."""
+        """Return the host's copies of the states that are away, each like its tensor, by the `id` of that."""
         away = (slab for slab in self.engine.slabs if slab.state in (SlabState.RELEASED, SlabState.RELOADING))
         return {
             id(tensor): slab.host_view(tensor, offset)
@@ -217,7 +205,7 @@ class StateOffloader:
         }
 
     def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
-        """Write the weights that some masters of a source round to; return the bytes that crossed.
+        """Write the weights that some masters of a source round to; return the bytes that crossed the link.
 
         Slabs of masters that are away are reloaded one at a time and released at once: nothing has written them.
         """
@@ -239,28 +227,25 @@ class StateOffloader:
         stop_for(self)
         self.engine.host_room = math.inf  # the limit was the Residency's
         self.lease.end_sleeps()
-        self._copies = None
 
 
 # Which slabs the host has as they are.
 
 
 class HostCopies:
-    """Tells of which slabs the host's copy is current, by a sum over the bytes of each that is taken on reload.
+    """Tells which slabs the host has a current copy of, by a sum over the bytes of each that is taken on reload.
 
-    Only the owner of this moves the slabs; `device` is that of their states.
+    Nothing else may move the slabs meanwhile.
     """
 
     def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
         digest_kernel(device)  # compiled before the first sleep
         self._slabs = slabs
-        self._digests: dict[Slab, int] = {}
-        """The sum over a slab's bytes after its reload."""
-        self._sums: dict[Slab, torch.Tensor] = {}
-        """Sums of the reload under way, int64 scalars on the GPU; the host has waited for none."""
+        self._digests: dict[Slab, int] = {}  # the sum over a slab's bytes after its reload
+        self._sums: dict[Slab, torch.Tensor] = {}  # of the reload under way: int64 on the GPU, not waited for yet
 
     def forget(self) -> None:
-        """Forget all sums, as somebody else is about to move the slabs."""
+        """Forget all sums, because something else is about to move the slabs."""
         self._digests.clear()
         self._sums.clear()
 
@@ -275,8 +260,7 @@ class HostCopies:
 
     def reload_all(self) -> None:
         """Reload every slab that is away, and sum each while others are copied."""
-        away: set[Slab] = set()
-        """Slabs that this call reloads. Others may have been written since, so that the host has old bytes."""
+        away: set[Slab] = set()  # slabs that this call reloads; others may have been written since their copies
 
         def land(slab: Slab) -> None:
             slab.require_readable()

@@ -22,7 +22,6 @@ from bridge_fgo.sleep.moved import Kind, map_hosts
 from bridge_fgo.sleep.refusals import ddp_of
 from bridge_fgo.sleep.state_offloader import StateOffloader, offloader_of
 from bridge_fgo.sleep.weight_offloader import WeightOffloader, WeightSlab
-from bridge_fgo.sleep.weight_sets import WeightSets
 
 Unit = WeightSlab | GradientOffloader | StateOffloader
 """What moves as one."""
@@ -106,7 +105,7 @@ class TrainerMemory:
 
     def _find_weights_without_room(self) -> tuple[list[WeightSlab], set[Any]]:
         """Return the weights for which states leave no host memory, and, for all ranks, their places."""
-        taken, limit = 0 if self.states is None else self.states.host_bytes, self.budget.limit
+        taken, limit = 0 if self.states is None else self.states.engine.host_bytes, self.budget.limit
         if taken > limit:
             raise ValueError(
                 f"Residency(host_memory_limit_gib={limit / 2**30:g}): the engine that is attached to the optimizer has "
@@ -126,14 +125,13 @@ class TrainerMemory:
         weights.keep_here([slab for slab in weights.slabs if slab in own or slab.place in alike])
         left = self.budget.limit - sum(slab.host_bytes for slab in weights.slabs)
         if states is not None:
-            left -= states.host_bytes
+            left -= states.engine.host_bytes
             self.budget.engine = states.engine
             weights.round_from(states)
         self.budget.left = left
         self.checks = self._closing(Checks(lambda: self.away, states))
         self.backwards = self._closing(Backwards(self.ddps))
         self.caches = self._closing(Caches(self.chunks, self.device))
-        self.sets = self._closing(WeightSets(self.chunks, self.lock))
         unhosted = weights.unhosted_bytes, 0 if states is None else states.engine.unhosted_bytes
         self.unhosted = sum(unhosted)
         find_aliases(self.weights.slabs + self.gradients.slabs)
@@ -172,7 +170,7 @@ class TrainerMemory:
         """Page-locked host bytes."""
         slabs = self.weights.slabs + self.gradients.slabs
         own = sum(slab.host.pinned_bytes for slab in slabs if slab.host is not None)
-        own += sum(bucket.pinned_bytes for bucket in self.gradients.buckets) + self.sets.pinned_bytes
+        own += sum(bucket.pinned_bytes for bucket in self.gradients.buckets)
         return own + (self.states.engine.pinned_bytes if self.states is not None else 0)
 
     @property
@@ -209,4 +207,5 @@ class TrainerMemory:
         """Remove all hooks, release host memory and the engine; raise as `Engine.close`."""
         for part in reversed(self._parts):
             part.close()
+        self._parts.clear()
         self.states = None

@@ -17,7 +17,7 @@ from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import collective_moves, local_moves, trainer_memory, weight_swaps
+from bridge_fgo.sleep import collective_moves, local_moves, trainer_memory, weight_sets
 from bridge_fgo.sleep.moved import Tally
 from bridge_fgo.states.distributed import live_bytes
 
@@ -403,7 +403,7 @@ def another_rank(patch, vote_of):
         own, votes = told(act)
         return own, [*votes, vote_of(votes[0])]
 
-    for module in (residency_module, trainer_memory, collective_moves, weight_swaps):
+    for module in (residency_module, trainer_memory, collective_moves, weight_sets):
         patch.setattr(module, "gather_or_raise", told_by_both)
 
 

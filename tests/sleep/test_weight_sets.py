@@ -47,7 +47,7 @@ def test_of_a_frozen_base_nothing_crosses_and_a_choice_keeps_no_host_memory_for_
     me = sleeper(frozen=True)
     me.keep("all")
     me.keep("adapters", where=trained)
-    sets = me.res._memory.sets.by_name
+    sets = me.res._sets.by_name
     hosts = {name: sum(h.tensor.numel() for h in kept.hosts.values()) for name, kept in sets.items()}
     assert hosts["adapters"] == me.weights_bytes < hosts["all"]
     me.train()
@@ -184,6 +184,6 @@ def test_keep_of_parameters_that_are_away_says_what_to_call_and_its_host_memory_
         me.res.keep("ref")
     me.res.reload()
     me.res.keep("ref")
-    sets = me.res._memory.sets
+    sets = me.res._sets
     me.res.close()
     assert not sets.by_name
