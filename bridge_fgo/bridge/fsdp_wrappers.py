@@ -97,7 +97,6 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
     hosts = _Hosts()
     for engine, source in _attachments() if _loaded_into is None else _loaded_into:
         if _loaded_into is None:
-            engine.require_whole(source, "saved")
             handing_out = engine.saving(source, copies=False)
         else:
             engine.load_begins(source)

@@ -1,7 +1,7 @@
 """The user's class: which of a model's parameters, gradients and optimizer state are on the GPU, between steps.
 
-It is a facade. `sleep.trainer_memory` finds what moves, `sleep.collective_moves` moves it on all ranks,
-`sleep.weight_sets` keeps several weights, and `bridge.session` drives training steps.
+It is a facade over `sleep.trainer_memory`, which finds what moves, `sleep.collective_moves`, which moves it on all
+ranks, `sleep.weight_sets`, and `bridge.session`, which drives training steps.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks o
 class Residency:
     """Offloads parameters, gradients and optimizer state from a shared GPU and reloads them, each by itself.
 
-    Use it between steps only. The constructor is a collective of all ranks of the job, and so is each verb: an
-    all-gather makes parameters of several data-parallel ranks whole, and what fails on one rank fails on all. A model
-    has at most one, which `of` finds. Verbs that several threads call, also on different objects, run one after
-    another; every rank has to begin them in the same order.
+    Use it between steps only. A model has at most one, which `of` finds. The constructor is a collective of all ranks
+    of the job, and so is each verb: an all-gather makes parameters of several data-parallel ranks whole, and an error
+    on one rank is an error on all. Verbs that several threads call, also on different objects, run one after another;
+    every rank has to begin them in the same order.
 
     Args:
         model: a model chunk or a list of them: mcore's DDP if there is one, not the model inside.
@@ -140,9 +140,9 @@ class Residency:
     def host_params(self) -> list[HostParam]:
         """Return this rank's shard of every parameter, from the host; parameters that are away stay so.
 
-        If only a part of them is away, those on the GPU are copied. Values are the host's own memory: read them before
-        parameters are offloaded again, and write nothing there. No collective. Parameters that were not copied, because
-        masters round to them, are rounded on the host, once a sleep.
+        No collective. Parameters on the GPU are copied, and parameters that masters round to are rounded on the host,
+        once a sleep. Values are the host's own memory: read them before parameters are offloaded again, and write
+        nothing there.
 
         Raises:
             RuntimeError: all parameters are on the GPU, or the Residency is closed.
@@ -286,13 +286,12 @@ class Residency:
     def training_step(self, microbatches: int = 1) -> Iterator[None]:
         """Context of one training step of a loop of one's own, in which the optimizer state is offloaded.
 
-        As in Bridge's `train_step` with the flag, states are offloaded as it begins, reloaded as gradients are
-        finalized (mcore's `finalize_model_grads_func`, or DDP's `finish_grad_sync`) or the optimizer steps, and updated
-        by parts. Afterwards the parts whose memory others needed are away ("optimizer" is in `away`, of a model with
-        several parts), until the next step, or until `reload`.
+        The block runs forwards and backwards of all microbatches, then one `optimizer.step()`, which may skip the
+        update. If it raises before that, nothing is lost, and the next block may follow.
 
-        Inside, forwards and backwards of all microbatches, then one `optimizer.step()`, which may skip the update.
-        If the block raises before that, nothing is lost, and the next block may follow.
+        States are offloaded as it begins, reloaded as gradients are finalized (mcore's `finalize_model_grads_func`, or
+        DDP's `finish_grad_sync`) or the optimizer steps, and updated by parts, as in Bridge's `train_step` with the
+        flag. Parts whose memory others needed stay away ("optimizer" is in `away`) until the next step or `reload`.
 
         Args:
             microbatches: how many the block runs; steps of as many need as much memory.

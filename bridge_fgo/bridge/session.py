@@ -14,18 +14,10 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge import activation_offload
+from bridge_fgo.bridge import activation_offload, refusals
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
-from bridge_fgo.bridge.refusals import (
-    captures_full_iteration,
-    copies_go_to_a_worker,
-    refuse_gradients_of,
-    refuse_model_config,
-    refuse_optimizer_config,
-    refuse_small_shared_memory,
-)
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import Engine
@@ -98,9 +90,9 @@ class Session:
 
     @contextmanager
     def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
-        """Context of a training step of a model, or its chunks; no reload is in flight after it but on an error."""
+        """Context of a training step of a model, or its chunks; no reload is in flight after it unless it raises."""
         engine = self.engine
-        self._is_captured = is_captured = captures_full_iteration(self.model_config)
+        self._is_captured = is_captured = refusals.captures_full_iteration(self.model_config)
         self.figures.begin_step()
         self._updates_before, self.updated = self.updates, False
         _active.append(self)
@@ -121,8 +113,8 @@ class Session:
             return
 
         def settle() -> None:
-            # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
-            # a callback) does so on the current stream.
+            # A skipped step and an early exit leave a reload in flight. The next reader (a save, a callback) runs on
+            # the current stream.
             engine.settle()
             self.figures.end_step()
 
@@ -209,12 +201,12 @@ class Session:
         return moves
 
     def release(self) -> None:
-        """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
+        """Free GPU memory: grads are zeroed and nothing reads the states any more."""
         self.engine.release()
         self.figures.released()
 
     def reload(self) -> None:
-        """Take GPU memory again and start the copies in: backward is done."""
+        """Allocate GPU memory and start the copies in: backward is done."""
         if self.closed:  # within the step, for whose length the hook is bound
             return
         self.figures.reloading()
@@ -227,14 +219,14 @@ class Session:
 
     @contextmanager
     def stepping(self, source: Source) -> Iterator[None]:
-        """Context of one optimizer's step, with its states where it needs them."""
+        """Context of one optimizer's step, with its states on the GPU as it needs them."""
         with self.figures.step_clock.measure(), self.engine.stepping(source):
             yield
 
     @property
     def is_lost(self) -> bool:
-        """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
-        return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
+        """Whether a move of its states was interrupted, so that they cannot be used any more."""
+        return hasattr(self, "engine") and self.engine.is_lost  # a closed one has no engine
 
     def trains(self, chunks: list[Any]) -> bool:
         """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
@@ -351,9 +343,9 @@ def _make_engine(
 ) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `_make_session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
-    refuse_optimizer_config(optimizer_config)
+    refusals.refuse_optimizer_config(optimizer_config)
     name = choose_engine(config, optimizer_config)
-    refuse_model_config(model_config, name, chunks)
+    refusals.refuse_model_config(model_config, name, chunks)
     leaves = eligible(optimizer)
     # The optimizers were put into another chain since they were built: their states are reloaded first.
     leases = shareable_leases(leaves, f"optimizer.{FLAG}=True")
@@ -372,7 +364,7 @@ def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gra
             f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
             "about; set OffloadConfig.gradients=False"
         )
-    refuse_gradients_of(chunks, config)
+    refusals.refuse_gradients_of(chunks, config)
     devices = (buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers)
     transfers = make_transfers(next(devices, torch.device("cpu")), config)
     gradients = Gradients(ddps, transfers, offloads=config.gradients is True)
@@ -398,7 +390,7 @@ def _open_sessions() -> list[Session]:
 
 
 def all_sessions() -> list[Session]:
-    """Return the open sessions; without lost ones, which a traceback may keep alive, where there are others."""
+    """Return the open sessions; without lost ones, which a traceback may keep alive, if there are others."""
     opened = _open_sessions()
     return [session for session in opened if not session.is_lost] or opened
 
@@ -434,7 +426,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     A flag that was unset in mid-run makes the states resident and closes the session.
 
     Raises:
-        ValueError, RuntimeError: as `_make_session`, or as `refuse_small_shared_memory`.
+        ValueError, RuntimeError: as `_make_session` and `refuse_small_shared_memory`.
     """
     check_flag(cfg.optimizer)
     if not flag_is_set(cfg.optimizer):
@@ -446,11 +438,10 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     session = attach(optimizer, model_config, config, model)
     if not session.began:
         engine = session.engine
-        if copies_go_to_a_worker(cfg.checkpoint) and isinstance(engine, NativeEngine):
+        if refusals.copies_go_to_a_worker(cfg.checkpoint) and isinstance(engine, NativeEngine):
 
             def share_copies() -> None:
-                """Have a checkpoint worker get states by shared memory, once it is known that it can."""
-                refuse_small_shared_memory(cfg.checkpoint, engine.copied_for_a_save())
+                refusals.refuse_small_shared_memory(cfg.checkpoint, engine.copied_for_a_save())
                 engine.use_worker_memory()
 
             on_every_rank(share_copies)
@@ -462,7 +453,7 @@ def close_all() -> None:
     """End every session, and forget the figures; raise as `Session.close` that gives up."""
     global _newest_stats
     if _close_sessions():
-        gc.collect()  # of a training that is over only a cycle of references may be left
+        gc.collect()  # a training that is over may be kept by a cycle of references alone
         if failures := _close_sessions(gives_up=True):
             raise failures[0]
     for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
@@ -475,7 +466,7 @@ def close_all() -> None:
 def _close_sessions(gives_up: bool = False) -> list[RuntimeError | TimeoutError]:
     failures: list[RuntimeError | TimeoutError] = []
     for session in _open_sessions():
-        if session.is_lost:  # and only to be thrown away: nothing can be brought back
+        if session.is_lost:  # nothing can be reloaded
             say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
             session.closed = True
             continue

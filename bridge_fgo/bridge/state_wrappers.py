@@ -185,16 +185,12 @@ def saves_states(call: Call) -> Any:
     """Have a state dictionary made, to be saved or to be loaded into, without bringing states to the GPU."""
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.gives_states(call)
-    if call.is_loading:
-        with call.engine.loading(call.source, everything=True), _adam_kept_from_states(call):
-            return call()
-    call.engine.require_whole(call.source, "saved")
     asked = call.arguments
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
     # A save reads Adam's states by mcore's own function: Transformer Engine scales those that are in fp16.
-    with call.engine.saving(call.source, copies=copies):
+    with _handing_out(call, copies), _adam_kept_from_states(call) if call.is_loading else contextlib.nullcontext():
         return call()
 
 
@@ -337,19 +333,13 @@ def hands_out_float16_states(call: Call) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def _handing_out(call: Call) -> Iterator[None]:
-    """Context in which the engine hands out states, to be saved or to be loaded into."""
+def _handing_out(call: Call, copies: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which the engine hands out states, to be saved or to be loaded into."""
     if call.is_checkpointing:  # mcore's methods call each other
-        yield
-        return
+        return contextlib.nullcontext()
     if call.is_loading:
-        with call.engine.loading(call.source, everything=True):
-            yield
-        return
-    call.engine.require_whole(call.source, "saved")
-    with call.engine.saving(call.source, copies=True):
-        yield
+        return call.engine.loading(call.source, everything=True)
+    return call.engine.saving(call.source, copies)
 
 
 def _own(value: Any) -> Any:

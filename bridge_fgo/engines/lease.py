@@ -1,11 +1,11 @@
 """The lease of an engine: who owns it, and what it is used for now.
 
 An optimizer has at most one lease, as its attribute `LEASE`. The owner makes the engine and closes it: the session of
-`optimizer.offload_optimizer_states` ("step"), or a `Residency` ("sleep"). There are three uses:
+`optimizer.offload_optimizer_states` ("step"), or a `Residency` ("sleep"). Either may also use the other's engine:
 
-- Step: training steps drive the engine, also for a `Residency` that owns it. States may stay offloaded between steps.
-- Sleep: a `Residency` offloads and reloads the states between steps, also of a session that owns the engine.
-- Serve: patches bring states to code that reads, saves, loads or steps the optimizer, from the host if they are there.
+- Step: training steps drive the engine. States may stay offloaded between steps.
+- Sleep: a `Residency` offloads and reloads all states between steps.
+- Serve: patches give code that reads, saves, loads or steps the optimizer its states, from the host if they are there.
 
 Patches know of the engine only while they are to use it (`attachment_of`). States of a `Residency` that are on the GPU
 are read and stepped as without this package.
@@ -38,14 +38,9 @@ class Attachment(NamedTuple):
 
 
 class EngineLease:
-    """The engine of some optimizers, with its owner and its uses.
+    """The engine of some optimizers, with its owner, its uses, its settings, and the meter that measures peaks for it.
 
-    Args:
-        owner: who makes and closes the engine.
-        sources: the optimizers as sources; none on a rank whose optimizers are all stubs.
-        engine: moves their states.
-        settings: those that the engine was made by.
-        meter: measures peaks for the engine.
+    `sources` are the optimizers; a rank whose optimizers are all stubs has none.
     """
 
     def __init__(
@@ -58,14 +53,10 @@ class EngineLease:
     ) -> None:
         self.owner, self.sources, self.engine = owner, list(sources), engine
         self.settings, self.meter = settings, meter
-        self.is_stepped = False
-        """Whether training steps drive the engine."""
-        self.has_residency = owner == "sleep"
-        """Whether a `Residency` moves the states between steps."""
-        self.is_asleep = False
-        """Whether the `Residency` has offloaded the states, and not reloaded them since."""
-        self.serves_sleep = False
-        """Whether patches serve the states while they are asleep, because a framework saves without a reload."""
+        self.is_stepped = False  # whether training steps drive the engine
+        self.has_residency = owner == "sleep"  # whether a `Residency` moves the states between steps
+        self.is_asleep = False  # whether the `Residency` has offloaded the states, and not reloaded them since
+        self.serves_sleep = False  # whether patches serve states that are asleep: a framework saves without a reload
         self._serving = 0
         myself = weakref.ref(self)
         engine.traffic.touches.refusals.append(lambda: "" if (it := myself()) is None or it.is_served else ASLEEP)

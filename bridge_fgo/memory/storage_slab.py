@@ -24,7 +24,7 @@ class StorageSlab:
     when None): of a buffer that all-gathers again a rank's own shard will do. The copies run on the current stream;
     whoever calls orders them.
 
-    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `comes_by`,
+    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `reloaded_by`,
     what to call to have it back. `named` are tensors on it that have a name of their own; others are looked for, see
     `find_aliases`.
     """
@@ -33,7 +33,7 @@ class StorageSlab:
         self,
         tensor: torch.Tensor,
         name: str,
-        comes_by: str,
+        reloaded_by: str,
         ranges: Sequence[Range] | None = None,
         named: Iterable[Named] = (),
     ) -> None:
@@ -42,7 +42,7 @@ class StorageSlab:
         self._aliases: list[weakref.ref[torch.Tensor]] = []  # on the storage, as `find_aliases` found them
         self._users = 0  # how many users the storage had then
         self._guard = Guard(self._touched)
-        self._advice = f"used, and its memory is away: call {comes_by} first"
+        self._advice = f"used, and its memory is away: call {reloaded_by} first"
         self.storage = storage = tensor.untyped_storage()
         # Recorded once, while it is full: an emptied storage says 0.
         self.nbytes = storage.nbytes()

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from bridge_fgo.config import readable
 from bridge_fgo.engines.native import NativeEngine
 
 
-class Sized(Protocol):
-    """Something that an offload moves."""
+def fitting[T: Any](groups: Iterable[T], host_bytes: float) -> list[T]:
+    """Return the groups that have room in so much host memory; first those that free most of the GPU's for it.
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory."""
-        ...
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for the copies."""
-        ...
-
-
-def fitting[T: Sized](groups: Iterable[T], host_bytes: float) -> list[T]:
-    """Return the groups that have room in so much host memory; first those that free most of the GPU's for it."""
+    A group has `nbytes`, of GPU memory, and `host_bytes`.
+    """
     found = []
     for group in sorted(groups, key=lambda group: group.host_bytes / max(1, group.nbytes)):
         if group.host_bytes <= host_bytes:

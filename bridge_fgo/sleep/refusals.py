@@ -14,13 +14,13 @@ from bridge_fgo.memory.guard import class_of
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import MOMENTS, is_adam
 from bridge_fgo.states.float16 import is_muon
-from bridge_fgo.states.fsdp import is_fsdp
+from bridge_fgo.states.fsdp import BUFFER, is_fsdp
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError where there are no model chunks, or their buffers cannot be emptied; name what to change."""
+    """Raise ValueError if there are no model chunks, or their buffers cannot be emptied; name what to change."""
     if not chunks:
         raise ValueError("Residency(model=[]): pass the model chunks, as get_model returned them")
     for chunk in chunks:
@@ -102,41 +102,44 @@ def ddp_of(chunk: torch.nn.Module) -> list[Any]:
 
 
 def movable_optimizers(optimizer: Any) -> list[Any]:
-    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+    """Return mcore's optimizers with states under an optimizer, for a `Residency`; stubs are skipped.
 
     Raises:
-        ValueError: there is another kind of optimizer among them (see `refusal_of`), or something else.
+        ValueError: as `accepted`, or something is no optimizer of mcore's.
     """
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    found = []
-    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
+    found = list(leaves(optimizer)) if hasattr(optimizer, "__dict__") else [optimizer]
+    otherwise = "pass optimizer=None to move parameters and gradients alone"
+    for leaf in found:
         if not isinstance(leaf, MegatronOptimizer):
             raise ValueError(
                 f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
-                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
+                f"returned and the training loop steps, or {otherwise}"
             )
-        if getattr(leaf, "is_stub_optimizer", False):
-            continue
-        if why := refusal_of(leaf):
-            raise ValueError(
-                f"Residency with {described(leaf)}: {why}, or pass optimizer=None to move parameters and gradients "
-                "alone"
-            )
-        found.append(leaf)
+    return accepted(found, "Residency", otherwise)
+
+
+def accepted(optimizers: Sequence[Any], asker: str, otherwise: str, takes_fsdp: bool = False) -> list[Any]:
+    """Return the optimizers that are no stubs.
+
+    Raises:
+        ValueError: the states of one cannot be offloaded (see `refusal_of`). The text begins with `asker`, and ends
+            with `otherwise`, what else to do.
+    """
+    found = [leaf for leaf in optimizers if not getattr(leaf, "is_stub_optimizer", False)]
+    for leaf in found:
+        if why := refusal_of(leaf, takes_fsdp):
+            classes = f"a {type(leaf).__name__} over a {type(getattr(leaf, 'optimizer', None)).__name__}"
+            raise ValueError(f"{asker} with {classes}: {why}, or {otherwise}")
     return found
 
 
-def described(leaf: Any) -> str:
-    """Return the classes of an optimizer and of the one inside."""
-    return f"a {type(leaf).__name__} over a {type(getattr(leaf, 'optimizer', None)).__name__}"
-
-
 def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
-    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be.
+    """Return why the states of an optimizer cannot be offloaded, and what to change; empty if they can be.
 
     They can be of a DistributedOptimizer over Adam, and of a Float16OptimizerWithFloat16Params over Adam or Muon; with
-    Megatron-FSDP only where `takes_fsdp`.
+    Megatron-FSDP only if `takes_fsdp`.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -168,6 +171,12 @@ def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
             "it steps in a CUDA graph (optimizer.optimizer_cuda_graph=True, or capturable=True of its own), which has "
             "the states' addresses baked in; set optimizer.optimizer_cuda_graph=False, or make it with capturable=False"
         )
+    for chunk in getattr(leaf, "model_chunks", ()) if is_fsdp(leaf) else ():
+        if not hasattr(getattr(chunk, BUFFER, None), "parameter_groups"):
+            return (
+                f"ddp.use_megatron_fsdp=True and a {type(chunk).__name__} without parameter groups: only the first "
+                "version of Megatron-FSDP can be offloaded; use that"
+            )
     return ""
 
 

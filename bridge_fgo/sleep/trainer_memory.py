@@ -30,19 +30,10 @@ Unit = WeightSlab | GradientOffloader | StateOffloader
 class TrainerMemory:
     """The memory of model chunks and their optimizer.
 
-    The constructor is a collective. It divides the budget of host memory: states first get what weights leave, then
-    weights get what states leave. What has no room stays on the GPU.
+    The constructor is a collective, and raises as that of `Residency`. It divides the budget of host memory, `limit` on
+    every rank: states first get what weights leave, then weights get what states leave. The rest stays on the GPU.
 
-    Args:
-        chunks: the model chunks.
-        optimizer: what the training loop steps, or None.
-        settings: returns those of the offload.
-        limit: the most bytes of host memory on a rank, the same on all ranks.
-        frozen_folder: keeps frozen parameters in files; None keeps them as all others.
-        gradients_ready: is called before DDP finishes the reduction of gradients.
-
-    Raises:
-        ValueError, RuntimeError: as `Residency`.
+    `settings` returns those of the offload. `gradients_ready` is called before DDP finishes a reduction of gradients.
     """
 
     def __init__(
@@ -58,8 +49,7 @@ class TrainerMemory:
         self.gradients_ready = gradients_ready
         """A method of the `Residency`, which lives as long as this, and this as long as hooks are on the model."""
         self.states: StateOffloader | None = None
-        self.is_closed = False
-        """Whether all ranks have closed it."""
+        self.is_closed = False  # on all ranks
         self._parts: list[Any] = []
         with undo_on_error(self.close):
             self._make(optimizer, settings, frozen_folder)
