@@ -1,8 +1,8 @@
 """Refuse configs before training, by tables: each row has the settings, the condition and the text of one refusal.
 
 Every text begins with the settings and their values, and ends with what to do. Rows read attributes only, of Bridge's
-configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all that is wrong, training raises the
-first. Settings that no engine honours are refused by `compat.choose_engine`, built optimizers by `optimizers.eligible`.
+configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all refusals, training raises the first.
+`compat.choose_engine` refuses settings that no engine honours, and `optimizers.eligible` built optimizers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from bridge_fgo.states.distributed import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 FSDP = "ddp.use_megatron_fsdp=True"
-MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
-"""mcore's names of Muon."""
+MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")  # mcore's names of Muon
 _NAME = re.compile(r"\w+\.\w+")
 
 
@@ -41,14 +40,14 @@ def is_layer_wise(optimizer: Any) -> bool:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
+    """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, if known."""
 
     cfg: Any
     settings: OffloadConfig | None = None
     engine: Choice | None = None
 
     def __getitem__(self, setting: str) -> Any:
-        """Return the value of a setting, "section.name" or "OffloadConfig.name"; None where there is none."""
+        """Return the value of a setting, "section.name" or "OffloadConfig.name"; None if there is none."""
         section, _, name = setting.partition(".")
         return setting_of(self.settings if section == "OffloadConfig" else getattr(self.cfg, section, None), name)
 
@@ -85,7 +84,7 @@ class Refusal:
     setting: str
     beside: tuple[str, ...]  # the settings that it cannot be combined with
     text: str | Callable[[RunConfig], str]  # why not, and what to do
-    when: Callable[[RunConfig], bool] | None = None  # whether it is refused; by default where `setting` is True
+    when: Callable[[RunConfig], bool] | None = None  # whether it is refused; by default if `setting` is True
 
     def applies(self, run: RunConfig) -> bool:
         """Return whether a run that asks for this is refused."""
@@ -301,8 +300,8 @@ OF_SETTINGS = [
         )
     ),
 ]  # fmt: skip
-"""Settings that cannot be honoured: of masters, where there are none, or no weight is the rounding of one; and of
-gradients, whose memory somebody else counts on."""
+"""Settings that cannot be honoured: of masters, if there are none, or no weight is the rounding of one; and of
+gradients whose memory other code relies on."""
 
 OF_SETTINGS_UNDER_FSDP = [
     Refusal("OffloadConfig.engine", (FLAG_TEXT, FSDP),
@@ -320,7 +319,7 @@ OF_SETTINGS_UNDER_FSDP = [
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
-    """Raise ValueError where a config that Bridge has validated cannot be combined with these settings."""
+    """Raise ValueError if a config that Bridge has validated cannot be combined with these settings."""
     refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
 
 
@@ -376,10 +375,7 @@ def refuse_optimizer_config(config: Any) -> None:
 
 
 def refuse_model_config(model_config: Any, engine: Choice, models: Iterable[torch.nn.Module]) -> None:
-    """Check a built model's config for a full-iteration CUDA graph, which the engine may not serve; raise ValueError.
-
-    And that of each part for GTP.
-    """
+    """Raise ValueError if a built model has a full-iteration CUDA graph that the engine does not serve, or GTP."""
     refuse(texts([GRAPH_OF_ITERATION, *GTP], RunConfig(SimpleNamespace(model=model_config), engine=engine)))
     _refuse_parts(models, GTP)
 
@@ -400,7 +396,7 @@ def _refuse_parts(
 
 
 def captures_full_iteration(model_config: Any) -> bool:
-    """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
+    """Return what Bridge's `is_full_iteration_cuda_graph` does, even if Bridge is not installed."""
     implementation = setting_of(model_config, "cuda_graph_impl", "none")
     if implementation != "local":
         return implementation == "full_iteration"
@@ -417,12 +413,12 @@ def captures_full_iteration(model_config: Any) -> bool:
 
 
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
-    """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
+    """Raise ValueError if a persistent checkpoint worker could not be handed the copies of the states.
 
     It is a process of its own and gets each host tensor, of so many bytes in `copies` a rank, as an open file under
-    PyTorch's sharing strategy "file_descriptor", and as a file in /dev/shm under "file_system". Where either runs out,
-    the thread that sends them prints an error, and training waits for the worker without end. (On the GPU states go as
-    CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
+    PyTorch's sharing strategy "file_descriptor", and as a file in /dev/shm under "file_system". If either runs out, the
+    thread that sends them prints an error, and training waits for the worker without end. (States on the GPU are sent
+    as CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
     """
     if not (copies and copies_go_to_a_worker(checkpoint)):
         return
@@ -447,9 +443,9 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
 
 
 def copies_go_to_a_worker(checkpoint: Any) -> bool:
-    """Return whether tensors that a checkpoint gets go to a process that is there already, by shared memory.
+    """Return whether a checkpoint's tensors are sent to a persistent worker by shared memory.
 
-    One that is forked for the save has the memory; of a `fully_reshardable` checkpoint mcore gathers copies of its own.
+    A worker that is forked for the save has the memory; for a `fully_reshardable` checkpoint mcore gathers copies.
     """
     takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
     saves = checkpoint.save is not None and checkpoint.save_optim and checkpoint.async_save

@@ -13,7 +13,7 @@ The time line of a step:
     bucket that this backward needs has the next one prefetched, in the order of the backward before.
 5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
 
-None of this decides what is right: whoever reads a gradient that is not on the GPU waits until it is.
+None of this decides what is right: code that reads a gradient that is not on the GPU waits until it is.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ WHOLE = (
 
 
 class Gradients:
-    """The gradients of some DDP models, bucket by bucket; `offloads` says whether they leave between microbatches.
+    """The gradients of some DDP models, bucket by bucket, offloaded between microbatches if it `offloads`.
 
-    What the buffers hold now is dropped: a training step zeroes it before anything else. Other `Gradients` that have
-    them, of an optimizer that was built before, are closed first. ValueError where gradients are off the GPU, or
-    weights are of an unknown class: MXFP8's, say.
+    The contents of the buffers are dropped: a training step zeroes them before anything else. Other `Gradients` of an
+    optimizer that was built before are closed first. ValueError if gradients are off the GPU, or weights are of an
+    unknown class: MXFP8's, say.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -126,7 +126,7 @@ class Gradients:
 
     @property
     def offloads(self) -> bool:
-        """Whether any gradients leave between microbatches."""
+        """Whether any gradients are offloaded between microbatches."""
         return bool(self._moving)
 
     @property
@@ -140,7 +140,7 @@ class Gradients:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes that leave between microbatches."""
+        """Bytes that are offloaded between microbatches."""
         return sum(bucket.nbytes for bucket in self._moving)
 
     def map_hosts(self) -> list[HostBuffer]:
@@ -161,7 +161,7 @@ class Gradients:
         self.transfers.begin_pass()
 
     def stay(self, room: int) -> tuple[int, int]:
-        """Have the buckets that fit into `room` bytes leave no more; return their bytes, and those of the others."""
+        """Keep the buckets that fit into `room` bytes on the GPU; return their bytes, and those of the others."""
         before = self.moving_bytes
         for bucket in sorted(self._moving, key=lambda bucket: bucket.nbytes, reverse=True):
             if bucket.nbytes <= room:
@@ -193,7 +193,7 @@ class Gradients:
             tensor.mul_(factor)
 
     def reduce(self, group: Any) -> None:
-        """Have the buckets of a group on the GPU to be reduced, also those that no backward has reached."""
+        """Make the buckets of a group resident to be reduced, also those that no backward has reached."""
         mine = [one for bucket in group.buckets if (one := self._bucket_of.get(id(bucket))) is not None]
         for one in mine:
             one.require()
@@ -271,9 +271,9 @@ class Gradients:
     # The end.
 
     def close(self) -> None:
-        """Give each buffer its gradients back in one storage; OutOfMemoryError leaves the rest as they are.
+        """Move each buffer's gradients back to one storage; OutOfMemoryError leaves the rest as they are.
 
-        TimeoutError where work on the GPU does not end, as a reduction that another rank has left: all stay then.
+        TimeoutError if work on the GPU does not end, as a reduction that another rank has left: all stay then.
         """
         # Race: nobody may have waited for a reduction that is under way, nor, after an error, for who adds.
         wait_for_a_while(self.transfers.finish_all)
@@ -313,7 +313,7 @@ def _buffers(ddp: Any) -> list[Any]:
 
 
 def _forget_shards(group: Any) -> None:
-    """Have mcore's bucket group make its views of the shards of gradients anew."""
+    """Make mcore's bucket group slice the shards of gradients anew."""
     group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 
 

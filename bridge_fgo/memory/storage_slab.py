@@ -51,8 +51,7 @@ class StorageSlab:
         self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
-        self.folder: Path | None = None
-        """`map_host` makes a file in this folder; None: it allocates anonymous memory."""
+        self.folder: Path | None = None  # `map_host` makes a file in this folder; None: it allocates anonymous memory
         self.host_digests: tuple[int, ...] | None = None  # `byte_sums(parts)` when the host copy was made, if taken
 
     @property

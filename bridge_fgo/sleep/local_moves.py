@@ -12,8 +12,7 @@ from bridge_fgo.sleep.moved import Moved, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.selection import weights_of
 from bridge_fgo.sleep.trainer_memory import TrainerMemory, Unit
 
-Grads = Literal["drop", "keep"]
-"""Whether an offload drops gradients, which a reload makes zeros, or copies them."""
+Grads = Literal["drop", "keep"]  # whether an offload drops gradients, which a reload makes zeros, or copies them
 
 
 def require_no_backward(memory: TrainerMemory, units: Sequence[Unit], grads: Grads) -> None:

@@ -23,8 +23,7 @@ from bridge_fgo.sleep.refusals import ddp_of
 from bridge_fgo.sleep.state_offloader import StateOffloader, offloader_of
 from bridge_fgo.sleep.weight_offloader import WeightOffloader, WeightSlab
 
-Unit = WeightSlab | GradientOffloader | StateOffloader
-"""What moves as one."""
+Unit = WeightSlab | GradientOffloader | StateOffloader  # what moves as one
 
 
 class TrainerMemory:
