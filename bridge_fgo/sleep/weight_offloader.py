@@ -478,40 +478,32 @@ def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
     parameters, by their `id`.
     """
     ranks = buffer.data_parallel_group
-    ranges = own_ranges(buffer, ranks.size(), ranks.rank())
+
+    def shard(data: torch.Tensor) -> torch.Tensor:
+        return data.chunk(ranks.size())[ranks.rank()]
+
     place = (i, torch.distributed.get_global_rank(ranks, 0)) if ranks.size() > 1 else None
     name = f"DDP buffer {i}'s parameter buffer"
 
     def gather() -> None:
         for bucket in buffer.buckets if ranks.size() > 1 else ():
             # Not by `start_param_sync`: mcore's record of which gathers are due stays as it was.
-            own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
-            torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
+            torch.distributed.all_gather_into_tensor(bucket.param_data, shard(bucket.param_data), group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
     # Of quantized parameters the objects around what the buffer holds.
     named: list[Named] = [(f"parameter {name!r}", param) for name, param in params]
     named += [("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets]
+    ranges = _ranges_of([shard(bucket.param_data) for bucket in buffer.buckets])
     return WeightSlab(buffer.param_data, name, ranges, named, gather, params, place)
 
 
-def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:
-    """Return the byte ranges of a rank's shard of each bucket in the storage of the parameter buffer, in order."""
-    ranges = []
-    for bucket in buffer.buckets:
-        data = bucket.param_data
-        size = data.numel() // ranks * data.element_size()
-        first = data.storage_offset() * data.element_size() + rank * size
-        ranges.append((first, first + size))
-    return joined(ranges)
-
-
-def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges in order, adjacent ones as one, since one copy moves them."""
+def _ranges_of(shards: Iterable[torch.Tensor]) -> list[Range]:
+    """Return the byte ranges of tensors in their storage in order, adjacent ones as one, since one copy moves them."""
     result: list[Range] = []
-    for start, end in sorted(ranges):
+    for start, nbytes in sorted((int(each.storage_offset()) * each.itemsize, each.nbytes) for each in shards):
         if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], end)
-        elif end > start:
-            result.append((start, end))
+            result[-1] = (result[-1][0], start + nbytes)
+        elif nbytes:
+            result.append((start, start + nbytes))
     return result
