@@ -157,9 +157,9 @@ def demo(settings: DemoSettings) -> int:
 def plan(settings: PlanSettings) -> int:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
-    mcore itself lays the job out; activations are counted for GPTs. Exit status: 0, 1 where training would refuse the
-    config or, with --check, it does not fit; 2 where nothing can be estimated. Of a LOG it says which rank was short by
-    how much, and with which settings the job fits; 1 where it fits with none.
+    mcore itself lays the job out; activations are counted for GPTs. Exit status: 0, 1 if training would refuse the
+    config or given settings of the offload, or if with --check it does not fit; 2 if nothing can be estimated. Of a LOG
+    it says which rank was short by how much, and with which settings the job fits; 1 if it fits with none.
     """
     settings, log = of_log(settings)
     refuse_at_once(settings.target, settings.overrides)

@@ -153,8 +153,9 @@ def main() -> None:
     """Keep what the builder says of every recipe that the installed mcore can build."""
     FOLDER.mkdir(exist_ok=True)
     for recipe in RECIPES.values():
-        if recipe.mcore_module is None or source_of(recipe.mcore_module) is not None:
-            keep(recipe.name, ask_builder(target=recipe.name), installed_versions())
+        answer = ask_builder(target=recipe.name)
+        if "error" not in answer:  # of a model whose config is neither kept nor cached, or that needs another mcore
+            keep(recipe.name, answer, installed_versions())
             print(recipe.name)
 
 

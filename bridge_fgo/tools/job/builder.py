@@ -43,8 +43,8 @@ FSDP_SETTINGS = (
     "ddp.data_parallel_sharding_strategy=optim_grads_params"
 )
 PLAIN = (str, int, float, bool, type(None))
-SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
-"""The sections of the config that the answer has."""
+SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer", "mixed_precision", "comm_overlap")
+"""The sections of the config that the answer has, of those that are set."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,8 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
                 ) from None
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["recomputations"] = dict(recomputations(as_given, gpus))
-    found["config"] = {section: plain_section(getattr(config, section)) for section in SECTIONS}  # with its vocabulary
+    sections = {name: getattr(config, name, None) for name in SECTIONS}
+    found["config"] = {name: plain_section(each) for name, each in sections.items() if hasattr(each, "__dict__")}
     if peft:
         found["config"]["peft"] = {"kind": type(peft).__name__}
     if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
@@ -178,7 +179,7 @@ def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
 
     flag, optimizer = as_if_set(config.optimizer)
     settings = settings_of(optimizer, OffloadConfig(**offload))
-    sections = {name: getattr(config, name) for name in ("ddp", "dist", "model", "checkpoint")}
+    sections = {name: getattr(config, name, None) for name in SECTIONS if name != "optimizer"}
     refusals = list(all_refusals(SimpleNamespace(optimizer=optimizer, **sections), settings))
     engine = None if refusals else choose_engine(settings, optimizer)
     return {"flag": flag, "refusals": refusals, "engine": engine, "settings": asdict(settings)}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 
-from bridge_fgo.config import readable
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.options import command_line
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate, make_estimate, not_counted
@@ -29,7 +29,8 @@ OF_A_CHECK = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "acti
 def run(settings: Settings, log: Log | None = None) -> int:
     """Print the estimate; return 1 where training, or with phases `Residency`, would refuse the job, else 0.
 
-    Or where it does not fit and that is checked, or where of a log's job no way fits.
+    Also 1 if settings of the offload are given that training would refuse once the flag is set, if the job does not fit
+    and that is checked, or if no way to run a log's job fits.
 
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
@@ -77,7 +78,8 @@ def run(settings: Settings, log: Log | None = None) -> int:
             raise ValueError(f"--check: {not_counted(job.config)}; give --activations-gb")
         if not verdict.is_trainable(job.flag):
             return REFUSED
-    return REFUSED if job.flag and estimate.refusals and log is None else 0
+    is_asked_for = job.flag or job.offload != OffloadConfig()
+    return REFUSED if is_asked_for and estimate.refusals and log is None else 0
 
 
 def check_of(settings: Settings, advice: Sequence[str]) -> str:

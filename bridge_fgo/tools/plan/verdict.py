@@ -71,7 +71,7 @@ def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     elif resident <= room:
         outcome = Outcome.fits
     elif estimate.refusals:
-        outcome, why = Outcome.does_not, "the offload, with which it would, is refused (below)"
+        outcome, why = Outcome.does_not, "with the offload it would fit, but that is refused (below)"
     else:
         outcome = Outcome.with_offload
     # A budget has the engine offload more where a peak is above what was counted.
