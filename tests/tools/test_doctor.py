@@ -54,6 +54,7 @@ class Builder:
 
     def _made(self, request):
         found = copy.deepcopy(TINY["answer"])
+        found["config"]["train"]["global_batch_size"] *= request["gpus"] or 1  # which is `tiny`'s, of one
         for name, value in self.changes.items():
             section, _, setting = name.partition("__")
             found["config"][section][setting] = value

@@ -77,7 +77,12 @@ COMMANDS = [
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
     ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
-    ("plan llama3_70b_64gpu --gpus 60", 2, "bridge-fgo plan: --gpus 60: not divisible by tensor 2", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 100", 2, "bridge-fgo plan: --gpus 100: not divisible by tensor 2 x pipeline 4 x "
+     "context 1 parallel ranks; use 64 or 128", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 40", 2, "bridge-fgo plan: --gpus 40: train.global_batch_size=256 is not divisible "
+     "by 5 replicas x train.micro_batch_size=1; use 32 or 64", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 1024", 2, "bridge-fgo plan: --gpus 1024: a replica has 2 microbatches, which "
+     "pipeline 4 x 5 chunks does not divide; use 512", LIGHT),
     ("plan qwen3_30b_a3b_8gpu --gpus 60 train.micro_batch_size=2", 2, "bridge-fgo plan: --gpus 60: a pipeline", LIGHT),
     ("plan tiny train.micro_batch_size 2", 2, "bridge-fgo plan: override 'train.micro_batch_size' has no '='", LIGHT),
     ("doctor", 1, "Cannot train here: ", TORCH),

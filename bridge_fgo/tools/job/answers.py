@@ -108,12 +108,17 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
 
     What passes may still be refused: only the builder knows other targets, and what overrides make of the layout.
     """
-    if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
+    changed = {override.lstrip("+~").partition(".")[0] for override in overrides or ()}
+    if gpus is None or changed & {"model", "ddp"}:
         return
     config = config_at_once(target)
-    model, ddp = (SimpleNamespace(**settings_in(config.get(section) or {})) for section in ("model", "ddp"))
-    if hasattr(model, "tensor_model_parallel_size"):
-        parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
+    known = {
+        section: SimpleNamespace(**settings_in(config.get(section) or {}))
+        for section in ("model", "ddp", "train")
+        if section not in changed
+    }
+    if hasattr(known["model"], "tensor_model_parallel_size"):
+        parallel_of(SimpleNamespace(**known), gpus)
 
 
 def config_at_once(target: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from typing import Any
 from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import batch_refusal
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
     adapters_of,
-    chunks_of,
     copied_bytes,
     is_unfused,
     offload_modules,
@@ -309,15 +309,11 @@ class Recommender:
 
     def _takes(self, gpus: int) -> bool:
         """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""
-        train, model = self._job.config.train, self._job.config.model
         try:
             parallel = replace(self._job.parallel, gpus=gpus)
         except ValueError:
             return False
-        microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * parallel.data)
-        # The interleaved schedule takes microbatches in groups, one for each stage.
-        group = parallel.pipeline if chunks_of(model) > 1 else 1
-        return not rest and not microbatches % group and not parallel.stage_ranks % parallel.optimizer_instances
+        return not batch_refusal(self._job.config, parallel) and not parallel.stage_ranks % parallel.optimizer_instances
 
     def _recomputations(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""
