@@ -25,9 +25,9 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
     try:
         changed = process_config_with_overrides(config, cli_overrides=list(overrides))
     except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
-        unknown = re.search(r"Could not override '([^']+)'", str(error))
+        not_there = re.search(r"Could not override '([^']+)'", str(error))
         # Hydra advises to append what there is not, which nothing would ever read.
-        why = f"{type(error).__name__}: {error}" if unknown is None else _unknown(config, unknown[1])
+        why = f"{type(error).__name__}: {error}" if not_there is None else unknown(config, not_there[1])
         raise ValueError(f"overrides {' '.join(overrides)}: {why}") from error
     for override in overrides:
         _refuse_a_value_of_another_type(changed, override)
@@ -66,7 +66,8 @@ def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
         raise ValueError(f"override {name}={text}: use {wanted}")
 
 
-def _unknown(config: Any, name: str) -> str:
+def unknown(config: Any, name: str) -> str:
+    """Return that a config, or a dict of its settings' names, lacks a setting, and the one that it may have meant."""
     there, known = _settings(config), []
     for part in name.split("."):
         if part not in there:

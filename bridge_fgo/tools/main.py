@@ -18,6 +18,7 @@ from bridge_fgo.tools.bench import command as bench
 from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
+from bridge_fgo.tools.job.names import refuse_unknown_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.options import takes_offload_options
 from bridge_fgo.tools.plan.log import of_log
@@ -163,6 +164,7 @@ def plan(settings: PlanSettings) -> int:
     """
     settings, log = of_log(settings)
     refuse_at_once(settings.target, settings.overrides)
+    refuse_unknown_at_once(settings.target, settings.overrides)
     refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
@@ -178,6 +180,7 @@ def doctor(settings: DoctorSettings) -> int:
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target, settings.overrides)
     if settings.target is not None:
+        refuse_unknown_at_once(settings.target, settings.overrides)
         refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.doctor import run

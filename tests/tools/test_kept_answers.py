@@ -1,6 +1,7 @@
 """The answers and the table that are kept of recipes are what is said today; what is told of a name at once."""
 
 import json
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import recipe_table
+import setting_names
 from typer.testing import CliRunner
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.job import answers, table, target
+from bridge_fgo.tools.job import answers, names, table, target
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.main import app
@@ -97,6 +99,48 @@ def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
     target.refuse_at_once("llama3_8b_pretrain_config", ["train.train_iters=3", "hf_config=."])
     with pytest.raises(ValueError, match=r"hf_config=no: there is no no/config\.json"):
         target.refuse_at_once("tiny", ["hf_config=no"])
+
+
+# --- the names of settings ---
+
+
+@pytest.mark.slow
+def test_the_kept_names_are_those_of_the_installed_bridge():
+    program = str(Path(setting_names.__file__))
+    done = subprocess.run([sys.executable, program, "--print"], capture_output=True, text=True, check=True)
+    kept = names.read()
+    assert (kept["names"], kept["versions"]) == (json.loads(done.stdout.splitlines()[-1]), answers.installed_versions())
+
+
+NO_FIELDS = {"use_precision_aware_optimizer_no_fp8_or_ds_fp8", "moe_a2a_overlap"}
+"""Attributes of configs that Bridge's overrides do not reach, as those that begin with an underscore."""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_every_setting_of_a_recipe_is_among_the_kept_names(name):
+    for section, settings in answers.kept_answer(name, None, {}, None, ())["config"].items():
+        for setting in (setting for setting in settings if setting[0] != "_" and setting not in NO_FIELDS):
+            names.refuse_unknown_at_once(name, [f"{section}.{setting}=1"])
+
+
+def test_names_are_not_judged_of_another_megatron_or_a_class_of_the_users(monkeypatch, tmp_path):
+    saved = tmp_path / "run_config.yaml"
+    saved.write_text(
+        "_target_: megatron.bridge.training.config.ConfigContainer\nddp: null\nmodel: {_target_: my.Model}\n"
+        "train: {_target_: megatron.bridge.training.config.TrainingConfig, of_another_version: 1}\n"
+    )
+    unknown = ["train.train_itres=3"]
+    for known in ("llama3_70b_64gpu", str(saved)):
+        with pytest.raises(ValueError, match=r"train\.train_itres; did you mean train\.train_iters"):
+            names.refuse_unknown_at_once(known, unknown)
+    names.refuse_unknown_at_once(
+        str(saved), ["model.mine=1", "train.of_another_version=2", "env_vars.NAME=1", "+x.y=1"]
+    )
+    names.refuse_unknown_at_once("mine:config", unknown)
+    monkeypatch.setattr(names, "installed_versions", lambda: {"megatron-core": "checkout"})
+    names.refuse_unknown_at_once("llama3_70b_64gpu", unknown)
+    with pytest.raises(ValueError, match=r"did you mean optimizer\.offload\.fraction"):
+        names.refuse_unknown_at_once("llama3_70b_64gpu", ["optimizer.offload.fractoin=0.5"])
 
 
 # --- the table of recipes and systems ---

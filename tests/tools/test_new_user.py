@@ -75,6 +75,13 @@ COMMANDS = [
     ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Fits only with the offload on 8 GPUs of H200", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
+    ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
+     "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", LIGHT),
+    ("plan llama3_70b_64gpu optimizer.offload.fractoin=0.5", 2, "bridge-fgo plan: overrides optimizer.offload.fractoin="
+     "0.5: there is no setting optimizer.offload.fractoin; did you mean optimizer.offload.fraction?", LIGHT),
+    ("doctor llama3_70b_pretrain_64gpu_h100_bf16_config train.train_itres=3", 2, "bridge-fgo doctor: overrides "
+     "train.train_itres=3: there is no setting train.train_itres; did you mean train.train_iters?", LIGHT),
+    ("plan mycfg.py:ok optimizer.offload.fractoin=1", 2, "bridge-fgo plan: overrides optimizer.offload.frac", LIGHT),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
     ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
     ("plan llama3_70b_64gpu --gpus 100", 2, "bridge-fgo plan: --gpus 100: not divisible by tensor 2 x pipeline 4 x "
@@ -120,8 +127,8 @@ OF_THE_SECOND_HOUR = [
     ("plan llama3_70b_pretrain_64gpu_h100_bf16_config --system H100", 0, "Fits on 64 GPUs of H100: peak ", BUILT),
     ("plan llama3_70b_pretrain_32gpu_h100_bf16_config --system H100 --recommend", 0,
      "Fits only with the offload on 32 GPUs of H100: peak ", BUILT),
-    ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
-     "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", BUILT),
+    ("plan mycfg.py:ok train.train_itres=3", 2, "bridge-fgo plan: overrides train.train_itres=3: there is no setting "
+     "train.train_itres; did you mean train.train_iters?", BUILT),  # it might have a class of its own
     ("plan mycfg:ok", 0, "Fits on GB200", BUILT),
     (BUILT_ALONE, 0, "{", BUILT),
     ("plan mycfg.py:fails", 2, "bridge-fgo plan: recipe 'mycfg.py:fails' could not be built: KeyError: ", BUILT),
