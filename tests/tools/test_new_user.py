@@ -95,6 +95,8 @@ COMMANDS = [
     ("doctor", 1, "Cannot train here: ", TORCH),
     ("plan llama3_8b_pretrain_config", 2, "bridge-fgo plan: config.json of meta-llama/Meta-Llama-3-8B is neither", HUB),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
+    ("plan llama3_70b", 2, "bridge-fgo plan: there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu or "
+     "llama3_70b_pretrain_config or ", LIGHT),
     ("plan llama3_8b_pretrain_confg", 2, "bridge-fgo plan: there is no recipe 'llama3_8b_pretrain_confg'; did you mean "
      "llama3_8b_pretrain", LIGHT),
     ("plan llama3_70b_pretrain_64gpu_h100_bf16_confg", 2, "bridge-fgo plan: there is no recipe "  # of as many GPUs

@@ -132,7 +132,12 @@ def no_recipe(name: str) -> str:
     """Return the error of a name that is no recipe: what it may have meant, and where the names are."""
     said = gpus_of(name)
     known = [one for one in (*RECIPES, *sorted(config_functions())) if said in (None, gpus_of(one))]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
+    near = sorted(
+        (one for one in known if name and one.startswith(name.lower())),
+        key=lambda one: (one not in RECIPES, "_pretrain_" not in one, len(one)),
+    )[:3]
+    near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
+    near = near or [one for one in known if name.lower() in one][:3]
     what = "recipe" if name.isidentifier() or Path(name).exists() else "recipe and no file"
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return (
