@@ -48,7 +48,7 @@ def ask_builder(
     request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
     request["overrides"] = list(overrides or ())
     command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
-    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
+    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: some 15 s"):
         # mcore's messages have sets in them: with a seed of its own each process would order them otherwise.
         seeded = {**os.environ, "PYTHONHASHSEED": "0"}
         done = subprocess.run(

@@ -3,9 +3,10 @@
     python -m bridge_fgo.tools.job.builder REQUEST
 
 REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, overrides, patches (whether to
-try that all of this package's patches fit). The answer is one JSON object on stdout; whatever Megatron prints goes to
-stderr. With torch's fake process groups for a world of any size, and `te_shapes` for Transformer Engine, Bridge's own
-`runtime_config_update` and model builder make what `pretrain()` makes of the same config.
+try that all of this package's patches fit), whole (whether nothing is hollow; see `unused`). The answer is one JSON
+object on stdout; whatever Megatron prints goes to stderr. With torch's fake process groups for a world of any size, and
+`te_shapes` for Transformer Engine, Bridge's own `runtime_config_update` and model builder make what `pretrain()` makes
+of the same config.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -35,7 +36,7 @@ from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config
 from bridge_fgo.tools.job.recomputation import TURNED_OFF, kinds, told
-from bridge_fgo.tools.standins import te_shapes
+from bridge_fgo.tools.standins import te_shapes, unused
 from bridge_fgo.tools.standins.cuda import without_gpu
 
 FSDP_SETTINGS = (
@@ -321,14 +322,25 @@ def plain(value: Any) -> Any:
     raise TypeError(type(value))
 
 
+def start_over(request: dict[str, Any], out: int) -> NoReturn:
+    """Answer in a new process, with all packages as they are; `out` is the file that the answer is for."""
+    os.dup2(out, 1)
+    os.execv(sys.executable, [sys.executable, "-m", __spec__.name, json.dumps(request | {"whole": True})])
+
+
 def main() -> None:
     """Answer the request of the command line."""
     out = os.dup(1)  # what Megatron and its libraries print must not mix with the answer
     os.dup2(2, 1)
+    request = json.loads(sys.argv[1])
+    if not request.get("whole"):
+        unused.install(partial(start_over, request, out))
     te_shapes.install()
-    result = answer(json.loads(sys.argv[1]))
+    result = answer(request)
     with os.fdopen(out, "w", encoding="utf-8") as stdout:
         json.dump(result, stdout)
+    sys.stderr.flush()
+    os._exit(0)  # to take down what was imported takes Python two seconds
 
 
 if __name__ == "__main__":
