@@ -41,7 +41,7 @@ COMMANDS = [
     ("run --help", 0, "Usage: bridge-fgo run", LIGHT),
     ("demo --help", 0, "Usage: bridge-fgo demo", LIGHT),
     ("recipes list", 0, "dsv4_flash_64gpu ", LIGHT),
-    ("recipes table", 0, "recipe ", LIGHT),
+    ("recipes table", 0, "What `bridge-fgo plan` said with megatron-bridge ", LIGHT),
     ("recipes table nothere", 2, "bridge-fgo recipes table: no recipe's name has nothere", LIGHT),
     ("recipes", 2, "Usage: bridge-fgo recipes", LIGHT),
     ("plam", 2, "Usage: bridge-fgo", LIGHT),
