@@ -35,6 +35,8 @@ with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`br
 several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
 AGAIN = " recomputed"
 """The names of kinds of recomputation end with this."""
+TIE = 0.03
+"""A share of a step by which estimates do not tell ways apart: activation offload took up to as much more in runs."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
@@ -63,10 +65,10 @@ class Choice:
 class Recommendation:
     """The ways to run a job on a system.
 
-    choices: the first is the config as it is, with all on the GPU. advised: the fastest that fits; None where none
-    does. terms: what the times are made of. room: bytes that a peak may have. fewest: the way that fits on the fewest
-    GPUs, with the same layout but for data parallelism; None where none does, or where that is not known. command: that
-    checks what is advised, or else the fewest.
+    choices: the first is the config as it is, with all on the GPU. advised: see `advised_of`. terms: what the times are
+    made of. room: bytes that a peak may have. fewest: the way that fits on the fewest GPUs, with the same layout but
+    for data parallelism; None where none does, or where that is not known. command: that checks what is advised, or
+    else the fewest.
     """
 
     choices: list[Choice]
@@ -95,6 +97,14 @@ class Recommendation:
         if not self.choices[0].fits:
             faster += ", which does not fit"
         return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
+
+
+def advised_of(choices: list[Choice]) -> Choice | None:
+    """Return of the ways that fit, and that are about as fast as the fastest, the one with the fewest settings."""
+    fitting = [choice for choice in choices if choice.fits]
+    fastest = min((choice.step for choice in fitting), default=0.0)
+    as_fast = [choice for choice in fitting if choice.step <= fastest * (1 + TIE)]
+    return min(as_fast, key=lambda choice: (len(choice.overrides), choice.step, choice.offloaded), default=None)
 
 
 class Recommender:
@@ -145,7 +155,7 @@ class Recommender:
         self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
 
     def recommend(self) -> Recommendation:
-        """Return the ways to run the job, and the fastest that fits."""
+        """Return the ways to run the job, and the one to take."""
         choices: list[Choice] = []
         kinds, left_out = self._recomputations()
         terms = [*self._terms(self._compute(self._job), kinds)]
@@ -171,8 +181,7 @@ class Recommender:
             if not found:
                 left_out[name] = "it does not fit, nor with the offload"
             choices += found
-        fitting = [choice for choice in choices if choice.fits]
-        advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
+        advised = advised_of(choices)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         on_others, fewest = self._on_other_gpus(choices)
         choices += on_others
