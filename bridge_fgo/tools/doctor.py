@@ -37,7 +37,7 @@ from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
-from bridge_fgo.tools.show import readable_bytes
+from bridge_fgo.tools.show import readable_bytes, tell
 
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -313,14 +313,14 @@ def _judged(lockable: int | None, pinned: int | None) -> str:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    console.print(findings.verdict, markup=False, style="bold")
+    tell(console, findings.verdict, "bold")
     table = Table(show_header=False)
     for row in _rows(findings, findings.machine, findings.config or {}):
         table.add_row(*row)
     console.print(table)
     for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
         for line in lines:
-            console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
+            tell(console, f"{word}: {line}", "red" if word == "REFUSED" else None)
     if not findings.refusals and findings.config is not None:
         console.print("Nothing is refused by the offload.")
 

@@ -20,6 +20,11 @@ def spinner(text: str) -> Iterator[None]:
         yield
 
 
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, to be copied: what is in brackets is no markup, and only a terminal wraps its line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
 def readable_bytes(count: float | None) -> str:
     """Return a number of bytes in the largest unit in which it has a digit before the point."""
     if count is None:

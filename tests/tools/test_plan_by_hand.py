@@ -143,6 +143,17 @@ def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
     assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(SYSTEMS)
 
 
+def test_what_is_printed_to_be_copied_is_in_one_line_and_no_markup(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    advice = "model.offload_modules=[core_attn,attn_proj] " + "optimizer.offload.gpu_memory_budget_gib=auto " * 3
+    made = replace(estimate(8.0, system="H100"), notes=[f"note of {advice}"])
+    print_estimate(
+        Console(), replace(made, job=replace(made.job, refusals=[f"set {advice}"])), first=[f"first {advice}"]
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert {f"first {advice}", f"refused: set {advice}", f"- note of {advice}"} <= set(printed)
+
+
 @pytest.mark.parametrize(
     ("billions", "flag", "status"), [(3.0, False, 0), (8.0, True, 0), (8.0, False, 1), (20.0, True, 1)]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -96,7 +97,7 @@ class Recommendation:
         faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than resident"
         if not self.choices[0].fits:
             faster += ", which does not fit"
-        return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
+        return f"Recommended: {self.advised.name} ({faster}): {shlex.join(self.advised.overrides)}"
 
 
 def advised_of(choices: list[Choice]) -> Choice | None:
