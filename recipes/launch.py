@@ -7,7 +7,9 @@ if __name__ == "__main__":
     try:
         import nemo_run as run
     except ModuleNotFoundError:
-        raise SystemExit("pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'") from None
+        raise SystemExit(
+            "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
+        ) from None
 
     from bridge_fgo.recipes.entrypoint import Job
 

@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bridge_fgo.tools.arms.runner import ArmRun, Comparison, Event, compare, launcher, run_arm
 from bridge_fgo.tools.settings import Json, in_a_folder, option
-from bridge_fgo.tools.show import print_parts, readable_bytes, readable_number, table
+from bridge_fgo.tools.show import are_not_installed, print_parts, readable_bytes, readable_number, table
 
 NOT_EQUAL = 1
 DEFAULT_STEPS = 20
@@ -98,8 +98,7 @@ def find_device(requested: str, errors: Console) -> str:
     """Return "cuda" or "cpu", and say why not the GPU; ValueError where it, or a package, is missing."""
     if missing := missing_packages():
         raise ValueError(
-            f"{', '.join(missing)} is not installed in this environment: install megatron-bridge 0.6 and "
-            "megatron-core 0.19"
+            f"{are_not_installed(missing)} in this environment: install megatron-bridge 0.6 and megatron-core 0.19"
         )
     with errors.status("Looking for a GPU and Transformer Engine"):
         device, why = choose_device(requested)

@@ -37,7 +37,7 @@ from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
-from bridge_fgo.tools.show import readable_bytes, tell
+from bridge_fgo.tools.show import are_not_installed, readable_bytes, tell
 
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -203,7 +203,7 @@ def run(settings: DoctorSettings) -> int:
 def lacking(findings: Findings) -> str:
     """Return what this machine lacks to train at all; "" for nothing. The recipe `tiny` trains without a GPU."""
     if missing := missing_packages():
-        return f"{' and '.join(missing)} not installed (pip install 'megatron-bridge>=0.6,<0.7')"
+        return f"{are_not_installed(missing)} (pip install 'megatron-bridge>=0.6,<0.7')"
     if not findings.machine["gpus"] and findings.target != "tiny":
         return "torch sees no GPU; the recipe tiny trains without one"
     return ""
@@ -211,7 +211,7 @@ def lacking(findings: Findings) -> str:
 
 def _examine_installed(findings: Findings) -> None:
     if missing := missing_packages():
-        findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
+        findings.notes.append(f"{are_not_installed(missing)} here: nothing can be trained")
     elif findings.installed["transformer-engine"] is None:
         lacks = "transformer-engine is not installed: Megatron-Bridge does not import without it"
         if findings.machine["gpus"]:

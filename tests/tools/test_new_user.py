@@ -234,7 +234,7 @@ def test_a_launch_without_nemo_run_says_how_to_install_it():
     module = "sys.modules['nemo_run'] = None; runpy.run_module('bridge_fgo.recipes.launch', None, '__main__')"
     command = [sys.executable, "-c", f"import runpy, sys; {module}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = "pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'"
+    said = "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
     assert (done.returncode, done.stderr.strip()) == (1, said)
 
 
