@@ -104,7 +104,10 @@ COMMANDS = [
     ("plan llama3_70b_pretrain_96gpu_h100_bf16_config", 2, "bridge-fgo plan: there is no recipe "
      "'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo recipes list`", LIGHT),
     ("plan nowhere.py:mine", 2, "bridge-fgo plan: recipe 'nowhere.py:mine': there is no file 'nowhere.py'", LIGHT),
-    ("plan mycfg.py", 2, "bridge-fgo plan: there is no recipe 'mycfg.py'. `bridge-fgo recipes list`", LIGHT),
+    ("plan mycfg.py", 2, "bridge-fgo plan: mycfg.py: name the function that returns the config, mycfg.py:FUNCTION; it "
+     "has ok, fails", LIGHT),
+    ("plan tiny tiny", 2, "bridge-fgo plan: override 'tiny' has no '=': write SECTION.FIELD=VALUE", LIGHT),
+    ("recipes table LLAMA3_70B", 0, "What `bridge-fgo plan` said with megatron-bridge ", LIGHT),
     ("plan nothere.log", 2, "bridge-fgo plan: there is no recipe and no file 'nothere.log'. `bridge-fgo", LIGHT),
     ("plan xyzzy", 2, "bridge-fgo plan: there is no recipe 'xyzzy'. `bridge-fgo recipes list`", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),

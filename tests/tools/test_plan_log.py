@@ -159,7 +159,7 @@ OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore d
         (f"[rank3]: {error()}", (), "It does not say which job it is of: add --job RECIPE"),
         (f"--recipe no_such_config\n[rank3]: {error()}", (), "It names no_such_config, which the installed Megatron-B"),
         (f"[rank3]: {error(capacity='31.74 GiB')}", ("--job", JOB), "No known system has 31.74 GiB: add --system"),
-        (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 GPUs: give --gpus"),
+        (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 ranks: give --gpus"),
         (f"[rank3]: {error()}", ("--job", JOB, "--check", "--system", "H200"), "--check: "),
         (OF_ANOTHER.format("", 1024) + error(), ("--job", JOB),
          f"the log's job has num_layers=48, and {JOB} has 94: give its own recipe"),

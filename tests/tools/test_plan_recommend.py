@@ -87,6 +87,12 @@ def test_of_ways_that_are_about_as_fast_the_one_with_the_fewest_settings_is_advi
     assert recommend.advised_of(choices) is (None if advised is None else choices[advised])
 
 
+def test_a_budget_is_no_reason_to_offload_more():
+    ways = [((), 1.02), (("optimizer.offload.gpu_memory_budget_gib=auto",), 1.0)]
+    everything, least = (recommend.Choice("", settings, 1, 1, step, True, 1, 1.0) for settings, step in ways)
+    assert recommend.advised_of([everything, least]) is least
+
+
 def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():
     found = recommendation(f"{TIGHT} --recompute attention")
     assert found.advised is choice(found, "no recomputation, least offload")

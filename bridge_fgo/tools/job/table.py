@@ -34,7 +34,7 @@ def keep(table: dict[str, Any]) -> None:
 def lines(words: Sequence[str] = ()) -> Iterator[str]:
     """Yield the table's lines, of the recipes whose names have each of the words; ValueError where there are none."""
     table = read()
-    rows = {name: row for name, row in table["rows"].items() if all(word in name for word in words)}
+    rows = {name: row for name, row in table["rows"].items() if all(word.lower() in name for word in words)}
     if not rows:
         raise ValueError(f"no recipe's name has {' and '.join(words)}")
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())

@@ -46,6 +46,12 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
             raise ValueError(f"recipe {target!r}: there is no file {module!r}")
     elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
+    elif target.endswith(".py") and Path(target).is_file():
+        functions = re.findall(
+            r"^def (\w+)\(", Path(target).read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
+        has = f"; it has {', '.join(functions)}" if functions else ""
+        raise ValueError(f"{target}: name the function that returns the config, {target}:FUNCTION{has}")
     elif not module and (known := config_functions()) and target not in known:
         raise ValueError(no_recipe(target))
     elif package in ("", "megatron") and folder is None and (model := _model_read_by(function)) is not None:

@@ -129,7 +129,8 @@ class Shortage:
         beyond = [error.rank for error in self.log.errors if error.rank is not None and error.rank >= gpus]
         if beyond:
             raise ValueError(
-                f"the log names rank {beyond[0]}, and the job has {gpus} GPUs: give --gpus or another --job"
+                f"the log names rank {beyond[0]}, and the job has {gpus} rank{'' if gpus == 1 else 's'}: give --gpus "
+                "or another --job"
             )
 
     @property
@@ -167,7 +168,8 @@ class Shortage:
         if self.uncounted:
             yield f"The log shows {readable(self.uncounted)} that the plan does not count"
         room = f"By the log a peak may have {readable(self.room)}"
-        yield f"{room}, with the plan's margin {readable(found.room)}" if found.room < self.room else room
+        is_rounded = found.room > self.room - 2**30 / HUNDREDTHS
+        yield room if is_rounded else f"{room}, with the plan's margin {readable(found.room)}"
         if found.advised is not None:
             added, step = found.advised.step - found.choices[0].step, found.choices[0].step
             yield f"What is advised adds {added:.2f} s to a step of {step:.2f} s, by the plan"

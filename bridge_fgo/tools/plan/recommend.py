@@ -101,11 +101,19 @@ class Recommendation:
 
 
 def advised_of(choices: list[Choice]) -> Choice | None:
-    """Return of the ways that fit, and that are about as fast as the fastest, the one with the fewest settings."""
+    """Return of the ways that fit, and that are about as fast as the fastest, the one with the fewest settings.
+
+    A budget counts as none: with it less is copied, which an estimate does tell.
+    """
     fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.step for choice in fitting), default=0.0)
     as_fast = [choice for choice in fitting if choice.step <= fastest * (1 + TIE)]
-    return min(as_fast, key=lambda choice: (len(choice.overrides), choice.step, choice.offloaded), default=None)
+
+    def order(choice: Choice) -> tuple[float, ...]:
+        settings = [override for override in choice.overrides if not override.startswith(BUDGET)]
+        return len(settings), choice.step, choice.offloaded
+
+    return min(as_fast, key=order, default=None)
 
 
 class Recommender:
