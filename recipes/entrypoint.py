@@ -248,6 +248,13 @@ class Job(OffloadOptions):
         return executors.local(self) if self.scheduler == "local" else executors.slurm(self)
 
 
+NUMBERS = {
+    field.name: kind
+    for field in fields(Job)
+    for kind in (int, float)
+    if kind in (field.type, *get_args(field.type)) and str not in get_args(field.type)
+}
+"""The settings of a job that are numbers alone, with their types."""
 OF_NEMO_RUN = ("run", "executor", "plugins")
 """First parts of names that NeMo-Run reads itself, as in `run.executor=...`."""
 
@@ -264,6 +271,11 @@ def gather_overrides(arguments: list[str]) -> list[str]:
         if "=" in argument and not is_override and re.split(r"\W", name)[0] not in {*of_job, *OF_NEMO_RUN}:
             near = difflib.get_close_matches(name, of_job, n=1)
             raise ValueError(f"{argument}: there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
+        if (kind := NUMBERS.get(name)) is not None and "=" in argument:
+            try:  # NeMo-Run names the types of Python that it has tried, twice
+                kind(argument.partition("=")[2])
+            except ValueError:
+                raise ValueError(f"{argument}: use a {'whole number' if kind is int else 'number'}") from None
         (found if is_override else others).append(argument)
     if not found:
         return arguments

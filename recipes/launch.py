@@ -13,4 +13,9 @@ if __name__ == "__main__":
 
     from bridge_fgo.recipes.entrypoint import Job
 
-    run.cli.main(Job)
+    try:
+        run.cli.main(Job)
+    except Exception as error:
+        if (told := getattr(error, "format_message", None)) is None:  # click's, which NeMo-Run lets through
+            raise
+        raise SystemExit(f"pretrain: {told()}") from None

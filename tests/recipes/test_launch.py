@@ -164,7 +164,9 @@ def test_a_job_that_was_waited_for_and_did_not_succeed_is_an_error(launch, monke
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        *((f"{argument} --yes", argument.split("=")[0]) for argument in ("acount=me", "nonsense", "fraction=half")),
+        *((f"{argument} --yes", argument.split("=")[0]) for argument in ("acount=me", "nonsense")),
+        ("fraction=half --yes", "^pretrain: fraction=half: use a number$"),
+        ("nodes=ten --yes", "^pretrain: nodes=ten: use a whole number$"),
         *(
             (f"{option} --yes", f"^pretrain: there is no option {option}: settings are NAME=VALUE")
             for option in ("--dry-run", "--fraction=0.5", "-d")

@@ -149,8 +149,10 @@ OF_THE_SECOND_HOUR = [
     ("bench natvie", 2, "Usage: bridge-fgo bench", LIGHT),
     ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
     ("launch --factory llama3_70b account=ME", 1, "pretrain: recipe='llama3_70b': there is no such recipe; use", NEMO),
+    ("launch --factory", 1, "pretrain: Option '--factory' requires an argument.", NEMO),
     ("launch --factory llama3_70b_64gpu", 1, "pretrain: account=None: Slurm needs an account; give account=", NEMO),
-    ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "each process", BUILT),
+    ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "nothing is "
+     "saved before the time limit ends, and the job is not queued again then: checkpoints=FOLDER", BUILT),
     ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
 ]  # fmt: skip
 """Status, first line that is no banner of NeMo-Run's, and the kind of what one tries next.
