@@ -85,6 +85,8 @@ def prepare(
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
     refuse_without_value(overrides)
+    if source_of("megatron.bridge") is None:
+        raise ValueError(f"recipe={name!r} needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     config = OffloadConfig(**settings) if offload or settings else None
     # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
     for variable, value in recipe.environment.items():

@@ -198,6 +198,12 @@ def test_sigurg_ends_a_rank_as_sigterm_does_and_nothing_that_is_forked_from_it()
     assert ended == [os.getpid()]
 
 
+def test_a_rank_without_megatron_is_told_what_to_install(monkeypatch):
+    monkeypatch.setattr(train, "source_of", lambda name: None)
+    done = CliRunner().invoke(train.app, ["tiny"])
+    assert done.exit_code == 2 and "recipe='tiny' needs megatron-bridge: pip install" in done.output
+
+
 # --- dry runs ---
 
 

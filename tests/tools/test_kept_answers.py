@@ -102,6 +102,13 @@ def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
         target.refuse_at_once("tiny", ["hf_config=no"])
 
 
+def test_without_bridge_a_name_that_its_functions_cannot_have_is_no_recipe(monkeypatch):
+    monkeypatch.setattr(target, "config_functions", dict)
+    target.refuse_at_once("llama3_70b_pretrain_config")
+    with pytest.raises(ValueError, match="there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu"):
+        target.refuse_at_once("llama3_70b")
+
+
 # --- the names of settings ---
 
 

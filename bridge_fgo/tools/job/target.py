@@ -52,7 +52,7 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
         )
         has = f"; it has {', '.join(functions)}" if functions else ""
         raise ValueError(f"{target}: name the function that returns the config, {target}:FUNCTION{has}")
-    elif not module and (known := config_functions()) and target not in known:
+    elif not module and target not in (known := config_functions()) and (known or not target.endswith("_config")):
         raise ValueError(no_recipe(target))
     elif package in ("", "megatron") and folder is None and (model := _model_read_by(function)) is not None:
         fetch(model, planning=True)
