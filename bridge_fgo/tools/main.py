@@ -18,7 +18,7 @@ from bridge_fgo.tools.bench import command as bench
 from bridge_fgo.tools.demo import Settings as DemoSettings
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
-from bridge_fgo.tools.job.names import refuse_unknown_at_once
+from bridge_fgo.tools.job.names import refuse_overrides_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.options import takes_offload_options
 from bridge_fgo.tools.plan.log import of_log
@@ -53,6 +53,7 @@ app = typer.Typer(
     help="Fine-grained optimizer-state offload for Megatron-Bridge.",
     epilog="Example: bridge-fgo plan llama3_70b_64gpu --system GB200",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # plain help: "[...]" in these texts is no markup
     pretty_exceptions_enable=False,  # a script's traceback is shown as Python shows it
 )
@@ -164,7 +165,7 @@ def plan(settings: PlanSettings) -> int:
     """
     settings, log = of_log(settings)
     refuse_at_once(settings.target, settings.overrides)
-    refuse_unknown_at_once(settings.target, settings.overrides)
+    refuse_overrides_at_once(settings.target, settings.overrides)
     refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
@@ -180,7 +181,7 @@ def doctor(settings: DoctorSettings) -> int:
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target, settings.overrides)
     if settings.target is not None:
-        refuse_unknown_at_once(settings.target, settings.overrides)
+        refuse_overrides_at_once(settings.target, settings.overrides)
         refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.doctor import run

@@ -288,5 +288,5 @@ def test_nodes_on_which_a_layout_does_not_divide_are_refused_also_without_megatr
     if not is_installed:
         monkeypatch.setattr(dry_run, "source_of", lambda name: None)
     said = "nodes=10 with gpus_per_node=4, 40 GPUs: train.global_batch_size=256 is not divisible by 5 replicas"
-    with pytest.raises(ValueError, match=rf"^recipe llama3_70b_64gpu: {said} .*; use 32 or 64$"):
+    with pytest.raises(ValueError, match=rf"^recipe llama3_70b_64gpu: {said} .*; 32 or 64 GPUs would do$"):
         Job(recipe="llama3_70b_64gpu", account="me", nodes=10).check()

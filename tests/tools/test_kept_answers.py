@@ -128,7 +128,7 @@ NO_FIELDS = {"use_precision_aware_optimizer_no_fp8_or_ds_fp8", "moe_a2a_overlap"
 def test_every_setting_of_a_recipe_is_among_the_kept_names(name):
     for section, settings in answers.kept_answer(name, None, {}, None, ())["config"].items():
         for setting in (setting for setting in settings if setting[0] != "_" and setting not in NO_FIELDS):
-            names.refuse_unknown_at_once(name, [f"{section}.{setting}=1"])
+            names.refuse_overrides_at_once(name, [f"{section}.{setting}=1"])
 
 
 def test_names_are_not_judged_of_another_megatron_or_a_class_of_the_users(monkeypatch, tmp_path):
@@ -140,15 +140,15 @@ def test_names_are_not_judged_of_another_megatron_or_a_class_of_the_users(monkey
     unknown = ["train.train_itres=3"]
     for known in ("llama3_70b_64gpu", str(saved)):
         with pytest.raises(ValueError, match=r"train\.train_itres; did you mean train\.train_iters"):
-            names.refuse_unknown_at_once(known, unknown)
-    names.refuse_unknown_at_once(
+            names.refuse_overrides_at_once(known, unknown)
+    names.refuse_overrides_at_once(
         str(saved), ["model.mine=1", "train.of_another_version=2", "env_vars.NAME=1", "+x.y=1"]
     )
-    names.refuse_unknown_at_once("mine:config", unknown)
+    names.refuse_overrides_at_once("mine:config", unknown)
     monkeypatch.setattr(names, "installed_versions", lambda: {"megatron-core": "checkout"})
-    names.refuse_unknown_at_once("llama3_70b_64gpu", unknown)
+    names.refuse_overrides_at_once("llama3_70b_64gpu", unknown)
     with pytest.raises(ValueError, match=r"did you mean optimizer\.offload\.fraction"):
-        names.refuse_unknown_at_once("llama3_70b_64gpu", ["optimizer.offload.fractoin=0.5"])
+        names.refuse_overrides_at_once("llama3_70b_64gpu", ["optimizer.offload.fractoin=0.5"])
 
 
 # --- the table of recipes and systems ---

@@ -81,15 +81,20 @@ COMMANDS = [
      "0.5: there is no setting optimizer.offload.fractoin; did you mean optimizer.offload.fraction?", LIGHT),
     ("doctor llama3_70b_pretrain_64gpu_h100_bf16_config train.train_itres=3", 2, "bridge-fgo doctor: overrides "
      "train.train_itres=3: there is no setting train.train_itres; did you mean train.train_iters?", LIGHT),
+    ("plan llama3_70b_64gpu gpus=64", 2, "bridge-fgo plan: overrides gpus=64: write --gpus VALUE", LIGHT),
+    ("plan tiny fraction=0.5", 2, "bridge-fgo plan: overrides fraction=0.5: write optimizer.offload.fraction=", LIGHT),
+    ("plan tiny optimizer.offload.gpu_memory_budget_gib=80GB", 2, "bridge-fgo plan: OffloadConfig.gpu_memory_budget_gib"
+     "='80GB': use a number of GiB above 0, 'auto' or None", LIGHT),
+    ("plan -h", 0, "Usage: bridge-fgo plan", LIGHT),
     ("plan mycfg.py:ok optimizer.offload.fractoin=1", 2, "bridge-fgo plan: overrides optimizer.offload.frac", LIGHT),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
     ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
     ("plan llama3_70b_64gpu --gpus 100", 2, "bridge-fgo plan: --gpus 100: not divisible by tensor 2 x pipeline 4 x "
-     "context 1 parallel ranks; use 64 or 128", LIGHT),
+     "context 1 parallel ranks; 64 or 128 GPUs would do", LIGHT),
     ("plan llama3_70b_64gpu --gpus 40", 2, "bridge-fgo plan: --gpus 40: train.global_batch_size=256 is not divisible "
-     "by 5 replicas x train.micro_batch_size=1; use 32 or 64", LIGHT),
+     "by 5 replicas x train.micro_batch_size=1; 32 or 64 GPUs would do", LIGHT),
     ("plan llama3_70b_64gpu --gpus 1024", 2, "bridge-fgo plan: --gpus 1024: a replica has 2 microbatches, which "
-     "pipeline 4 x 5 chunks does not divide; use 512", LIGHT),
+     "pipeline 4 x 5 chunks does not divide; 512 GPUs would do", LIGHT),
     ("plan qwen3_30b_a3b_8gpu --gpus 60 train.micro_batch_size=2", 2, "bridge-fgo plan: --gpus 60: a pipeline", LIGHT),
     ("plan tiny train.micro_batch_size 2", 2, "bridge-fgo plan: override 'train.micro_batch_size' has no '='", LIGHT),
     ("doctor", 1, "Cannot train here: ", TORCH),

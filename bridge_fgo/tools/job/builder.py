@@ -143,8 +143,8 @@ def prepare(config: Any, gpus: int) -> str | None:
             return None
         except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
             traceback.print_exc()
-            together = uses_fsdp(config) and "fsdp_dtensor" in str(error)
-            return f"{type(error).__name__}: {error}{f' Set together {FSDP_SETTINGS}' if together else ''}"
+            together, said = uses_fsdp(config) and "fsdp_dtensor" in str(error), " ".join(str(error).split())
+            return f"{type(error).__name__}: {said}{f' Set together {FSDP_SETTINGS}' if together else ''}"
 
 
 def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | str]]:

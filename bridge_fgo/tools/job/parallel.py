@@ -103,8 +103,8 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
         most = max(gpus + fewest, fewest * sizes["train.global_batch_size"] // sizes["train.micro_batch_size"])
         below, above = range(gpus // fewest * fewest, 0, -fewest), range(gpus // fewest * fewest + fewest, most, fewest)
         near = [next((str(count) for count in counts if _works(laid_out, count)), "") for counts in (below, above)]
-        use = f"; use {' or '.join(filter(None, near))}" if any(near) else ""
-        raise ValueError(f"{error}{use}") from None
+        do = f"; {' or '.join(filter(None, near))} GPUs would do" if any(near) else ""
+        raise ValueError(f"{error}{do}") from None
 
 
 def _works(laid_out: Callable[[int], Parallel], gpus: int) -> bool:
