@@ -87,9 +87,10 @@ def test_of_ways_that_are_about_as_fast_the_one_with_the_fewest_settings_is_advi
     assert recommend.advised_of(choices) is (None if advised is None else choices[advised])
 
 
-def test_a_budget_is_no_reason_to_offload_more():
-    ways = [((), 1.02), (("optimizer.offload.gpu_memory_budget_gib=auto",), 1.0)]
-    everything, least = (recommend.Choice("", settings, 1, 1, step, True, 1, 1.0) for settings, step in ways)
+@pytest.mark.parametrize("less", ["optimizer.offload.gpu_memory_budget_gib=auto", recommend.FLAG_OFF])
+def test_a_setting_by_which_less_is_offloaded_is_no_reason_to_offload_more(less):
+    ways = [((), 9), ((less,), 0)]
+    everything, least = (recommend.Choice("", settings, 1, away, 1.0, True, 1, 1.0) for settings, away in ways)
     assert recommend.advised_of([everything, least]) is least
 
 

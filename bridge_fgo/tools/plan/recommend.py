@@ -93,24 +93,24 @@ class Recommendation:
         if self.advised is self.choices[0]:
             what = "as configured; nothing needs to leave the GPU"
             return ": ".join(("Recommended", what, *self.advised.overrides))  # which unset the flag
-        change = self.change(self.advised)
+        change, settings = self.change(self.advised), shlex.join(self.advised.overrides)
         faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than resident"
         if not self.choices[0].fits:
             faster += ", which does not fit"
-        return f"Recommended: {self.advised.name} ({faster}): {shlex.join(self.advised.overrides)}"
+        return ": ".join(("Recommended", f"{self.advised.name} ({faster})", *filter(None, [settings])))
 
 
 def advised_of(choices: list[Choice]) -> Choice | None:
-    """Return of the ways that fit, and that are about as fast as the fastest, the one with the fewest settings.
+    """Return of the ways that fit, and that are about as fast as the fastest, the one that changes the fewest settings.
 
-    A budget counts as none: with it less is copied, which an estimate does tell.
+    Not counted is how much of the states is offloaded: what less copying saves, an estimate does tell.
     """
     fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.step for choice in fitting), default=0.0)
     as_fast = [choice for choice in fitting if choice.step <= fastest * (1 + TIE)]
 
     def order(choice: Choice) -> tuple[float, ...]:
-        settings = [override for override in choice.overrides if not override.startswith(BUDGET)]
+        settings = [each for each in choice.overrides if not each.startswith((BUDGET, FLAG_ON, FLAG_OFF))]
         return len(settings), choice.step, choice.offloaded
 
     return min(as_fast, key=order, default=None)
