@@ -17,7 +17,7 @@ BRIDGE = "megatron.bridge"
 def check(recipe: catalog.Recipe, gpus: int, offload: Sequence[str] | None, overrides: Sequence[str]) -> str | None:
     """Have `bridge-fgo plan` build the config as training would; return a note where that cannot be done here.
 
-    A recipe as it is takes 6 s, any other job half a minute: Megatron is imported in a process of its own. `offload`
+    A recipe as it is takes 6 s, any other job some 15 s: Megatron is imported in a process of its own. `offload`
     are options of the offload; None for a resident run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The builder's answers: asked of a process of its own, or kept in files, as building takes half a minute.
+"""The builder's answers: asked of a process of its own, or kept in files, as building takes some 15 s.
 
 `python -m bridge_fgo.tools.job.answers` keeps them anew for this project's recipes, with the Megatron that is
 installed; a test holds them against it.

@@ -1,4 +1,4 @@
-"""What can be told of a job's name before torch and Megatron are imported, which takes half a minute."""
+"""What can be told of a job's name before torch and Megatron are imported, which takes some 15 s."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 def _bound() -> dict[str, dict[str, str]]:
     """Return of each module of `PACKAGES` its names and their texts, an alias's being the name it stands for.
 
-    By reading Bridge's sources, which takes half a second. To import them takes half a minute.
+    By reading Bridge's sources, which takes half a second. To import them takes some 10 s.
     """
     found: dict[str, dict[str, str]] = {}
     spec = find_spec("megatron")
