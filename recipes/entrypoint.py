@@ -63,7 +63,7 @@ class Job(OffloadOptions):
         python: Python that has the packages, in the container or on the nodes.
         checkpoints: folder that is saved to and resumed from. The job then saves before its time limit ends, and is
             queued again. Default: as the recipe.
-        preflight: run bridge-fgo doctor on every node first; a resident run has none.
+        preflight: run bridge-fgo doctor on every node first, except for a resident run, and try that numactl binds.
         retries: how often Slurm queues the job again after a failure.
 
     Raises:

@@ -53,18 +53,18 @@ def checkpoint_overrides(folder: str) -> list[str]:
 
 def setup_lines(job: Any, limit: int | None) -> str:
     """Return the lines of bash before training: what each node is asked first, and when the job is queued again."""
-    lines = []
-    if preflight := job.preflight_command():
+    lines, preflight = [], job.preflight_command()
+    if job.preflight and job.node_gpus:  # a node's last process binds to the last CPU
+        last = (job.node_gpus - 1) // gpus_of_a_cpu(job.node_gpus)
+        check = f'numactl --cpunodebind={last} --membind={last} true && "$@"'
+        preflight = ["bash", "-c", check, "preflight", *preflight]
+    if preflight:
         container = []
         if job.container_image:
             mounts = ["--container-mounts", job.container_mounts] if job.container_mounts else []
             container = ["--container-image", job.container_image, *mounts, "--no-container-mount-home"]
             container += ["--container-env", ",".join(container_env(job))]
         nodes = ["srun", f"--ntasks={job.node_count}", "--ntasks-per-node=1", "--export=ALL", *container]
-        if job.node_gpus:  # a node's last process binds to the last CPU
-            last = (job.node_gpus - 1) // gpus_of_a_cpu(job.node_gpus)
-            check = f'numactl --cpunodebind={last} --membind={last} true && "$@"'
-            preflight = ["bash", "-c", check, "preflight", *preflight]
         lines.append(f"{shlex.join([*nodes, *preflight])} || {{ echo 'the preflight refuses this job'; exit 1; }}")
     lines.append("trap 'case $? in 126|127) TORCHX_MAX_RETRIES=0 ;; esac' ERR  # the command is not there")
     if job.checkpoints and limit is not None:

@@ -152,7 +152,7 @@ def lines_before_training(**settings):
     return executor.setup_lines.splitlines(), executor
 
 
-def test_the_preflight_examines_the_job_that_is_trained_with_its_python_and_a_resident_run_has_none():
+def test_the_preflight_examines_the_job_that_is_trained_with_its_python_and_binds_on_every_node():
     settings = {"python": "/venv/bin/python", "checkpoints": "/ck", "fraction": 0.5, "nodes": 8}
     (preflight, *_), executor = lines_before_training(**settings, overrides="train.train_iters=3 'x=a b'")
     command = Job(recipe="llama3_70b_64gpu", account="me", **settings, overrides="train.train_iters=3 'x=a b'")
@@ -162,8 +162,9 @@ def test_the_preflight_examines_the_job_that_is_trained_with_its_python_and_a_re
     assert examined[1:6] == ["-m", "bridge_fgo", "doctor", "llama3_70b_64gpu", "--gpus=32"]
     assert examined[6:] == [word for word in command.arguments()[1:] if word != "--offload"]
     assert command.task().entrypoint == "/venv/bin/python" and executor.retries == 3
-    for resident in ({"offload": False}, {"preflight": False}):
-        assert not any("srun" in line for line in lines_before_training(**resident)[0])
+    (tried, *_), _ = lines_before_training(offload=False)
+    assert tried.endswith("""true && "$@"' preflight || { echo 'the preflight refuses this job'; exit 1; }""")
+    assert not any("srun" in line for line in lines_before_training(preflight=False)[0])
 
 
 @pytest.mark.parametrize(
