@@ -101,7 +101,8 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
         return laid_out(gpus)
     except ValueError as error:
         most = max(gpus + fewest, fewest * sizes["train.global_batch_size"] // sizes["train.micro_batch_size"])
-        below, above = range(gpus // fewest * fewest, 0, -fewest), range(gpus // fewest * fewest + fewest, most, fewest)
+        first = gpus // fewest * fewest
+        below, above = range(first, 0, -fewest), range(first + fewest, most + 1, fewest)
         near = [next((str(count) for count in counts if _works(laid_out, count)), "") for counts in (below, above)]
         do = f"; {' or '.join(filter(None, near))} GPUs would do" if any(near) else ""
         raise ValueError(f"{error}{do}") from None
