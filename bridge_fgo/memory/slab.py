@@ -28,8 +28,8 @@ MOST_IN_TRANSIT = 4  # slabs that are copied at once where all move: staging mem
 
 AWAY = (
     "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "
-    "collective, or a view that was made before): call bridge_fgo.reload_states() first, or "
-    "Residency.reload('optimizer')"
+    "collective, a view that was made before, or another thread during a step): call bridge_fgo.reload_states() first, "
+    "or Residency.reload('optimizer'), between steps and on the thread that trains"
 )
 """The error that such code gets."""
 
