@@ -251,7 +251,9 @@ class Gradients:
         for bucket in buckets:
             if bucket.state is not BucketState.HERE:
                 continue  # it is under way already
-            if bucket.is_complete:  # by the time of a point, kernels that add to what was read before are enqueued
+            # By the time of a point, kernels that add to what was read before are enqueued; with nothing read, somebody
+            # has used gradients that he holds.
+            if bucket.is_complete or not bucket.read:
                 bucket.offload()
                 self._leaving.append(bucket)
             else:

@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, class_of, empty, fill, set_class
+from bridge_fgo.memory.guard import Guard, class_of, empty, fill, held, set_class
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 
 BUCKET = "_bridge_fgo_bucket"  # attribute of a parameter that holds the bucket of its gradient
 
-_WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.grad_data`, and have no memory now"
+_WHY = (
+    "gradients of a DDP bucket, which were off the GPU, were used in a way that does not bring them back (by a kernel "
+    "of an extension, a collective, or a view that was made before): read `param.main_grad` or `bucket.grad_data` at "
+    "each use, or set OffloadConfig.gradients=False"
+)
 
 
 class BucketState(Enum):
@@ -38,8 +42,8 @@ class GradientBucket:
 
     Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: it is a property, of a subclass
     of `torch.nn.Parameter` that each parameter gets, or of a quantized weight's own class (`_add_property`). So no
-    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses `data` in Python
-    finds it too (`Guard`).
+    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses in Python `data`,
+    or a gradient that was read before and is held, finds it too (`Guard`).
 
     `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
@@ -64,12 +68,15 @@ class GradientBucket:
         self.asleep = ""  # the call that ends a sleep of the gradients, which errors name; empty while awake
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
         self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
-        self._data = weakref.ref(data)
+        self._properties = [weakref.ref(vars(param)["main_grad"]) for param in params]
+        of_properties = {id(ref()) for ref in self._properties}
+        self._attributes = [ref for ref, _ in self._views if id(ref()) not in of_properties]
         self._guard = Guard(self._touched)
         self._host: HostBuffer | None = None
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=data.device)
         self._storage = self._bytes.untyped_storage()
         self._bind(self._bytes.view(data.dtype))
+        self._guard_held()
         self.free()
         self._classes = [(weakref.ref(p), class_of(p), _add_property(class_of(p), self)) for p in params]
         for param in params:
@@ -147,12 +154,18 @@ class GradientBucket:
 
     def free(self) -> None:
         """Give the GPU memory back."""
-        if (data := self._data()) is not None:
-            self._guard.put_on([data])
         empty(self._storage, _WHY)
+
+    def _guard_held(self) -> None:
+        """Guard the gradients that somebody holds: most are held by their parameter alone, and read through that."""
+        attributes = [view for ref in self._attributes if (view := ref()) is not None]
+        self._guard.put_on([*attributes, *held(self._properties)])
 
     def _touched(self, tensor: torch.Tensor) -> None:
         self.require()
+        self._guard.take_off()  # also where something came between a move and its note
+        # Race: as in `note`; and what is written here would be copied, or freed, before.
+        self._transfers.join(self._streams)
 
     # Verbs, in the order of a step: require, offload, release, reload, zero.
 
@@ -214,6 +227,7 @@ class GradientBucket:
         with self._traffic:
             self.wait_for_adders()
             self._transfers.copy_out(self)
+        self._guard_held()  # what is written from now on would not be copied
         self._traffic.out += self.nbytes
         self.state = BucketState.OFFLOADING
 
@@ -236,6 +250,7 @@ class GradientBucket:
         """Make all gradients zero, and let go of their memory."""
         if self.state is BucketState.HERE:
             self._watch(True)
+            self._guard_held()
         if self.gpu is not None:  # whatever the state: an error may have come between the two
             self.wait_for_adders()
             if self._host is not None:
