@@ -179,10 +179,11 @@ def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run(confi
 
 
 def log_what_is_held(run):
-    """Have a run log, and halve, gradients that were read once, before its next steps; returns what it logs."""
+    """Have a run log, and halve, gradients and views of them that are made once, now; returns what it logs."""
     params = [param for chunk in run.model for param in chunk.parameters() if param.requires_grad]
     buffers = [each for chunk in run.model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     held = [param.main_grad for param in params] + [b.grad_data for buffer in buffers for b in buffer.buckets]
+    held += [view for param in params for view in (param.main_grad.detach(), param.main_grad.view(-1)[8:24])]
     seen, forward_step = [], run._forward_step
 
     def log(*_):
@@ -190,7 +191,8 @@ def log_what_is_held(run):
 
     def forward(data_iterator, model):
         log()
-        held[len(params) // 2].mul_(0.5)
+        for number in (1, -1):
+            held[number].mul_(0.5)
         result = forward_step(data_iterator, model)
         log()
         return result
@@ -214,11 +216,12 @@ HOLDING = ("three_microbatches", "chunks", "experts", "rerun", "fp32_local_accum
 @pytest.mark.parametrize(
     ("kind", "name"), in_lanes([*product(HOLDING, CONFIGS)], [("chunks", "off"), ("fp32_local_accumulation", "lazy")])
 )
-def test_gradients_that_somebody_holds_are_those_of_a_resident_run_whenever_used(kind, name, pytorch):
+def test_gradients_and_views_that_somebody_holds_are_those_of_a_resident_run_whenever_used(kind, name, pytorch):
     def train(run):
+        from_before = log_what_is_held(run)
         steps(run)
         seen = log_what_is_held(run)
-        return steps(run, 3), seen
+        return steps(run, 3), seen, from_before
 
     both(train, CONFIGS[name], **THREE | KINDS[kind])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 
@@ -25,6 +26,10 @@ from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
 BUCKETS = (4, 2)
 NUMBERS = st.integers(0, sum(BUCKETS) - 1)
 PLACES = st.integers(0, 3 * sum(BUCKETS) - 1)
+
+
+HOLDS = [None, lambda gradient: gradient, lambda gradient: gradient.detach(), lambda gradient: gradient.view(-1)[:5]]
+"""What somebody holds of the gradients."""
 
 
 class NoMemory:
@@ -53,14 +58,16 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.integers(0, 9),
         extra=st.sets(NUMBERS, max_size=2),
         lazy=st.booleans(),
-        holds=st.booleans(),
+        holds=st.sampled_from(HOLDS),
         make=st.sampled_from([torch.zeros, lambda *shape: Float8Tensor.of(torch.zeros(shape))]),
     )
     def take(self, debug, seed, extra, lazy, holds, make):
         self.patch = pytest.MonkeyPatch()
         self.no_memory = NoMemory(self.patch)
         self.ddp = FakeDdp(BUCKETS, extra, make)
-        self.held = [param.main_grad for param in self.ddp.params] if holds else []
+        self.holds, self.held = holds, []
+        self.hold_anew()
+        self.patch.setattr(gc, "get_objects", lambda: list(self.held))
         self.before = layout_of(self.ddp)
         self.transfers = Transfers()
         if debug:
@@ -100,15 +107,24 @@ class AnyOrder(RuleBasedStateMachine):
     def read(self, place):
         assert torch.equal(self.ddp.params[place].main_grad, self.ddp.twins[place])
 
+    @rule()
+    def hold_anew(self):
+        if self.holds:
+            self.held = [self.holds(param.main_grad) for param in self.ddp.params]
+
     @rule(place=PLACES)
     def read_what_is_held(self, place):
-        assert not self.held or torch.equal(self.held[place], self.ddp.twins[place])
+        assert not self.held or torch.equal(self.held[place], self.twin(place))
+
+    def twin(self, place):
+        """Return of a gradient's twin what is held of the gradient."""
+        return self.ddp.twins[place].view(-1)[: self.held[place].numel()].view_as(self.held[place])
 
     @rule(place=PLACES, value=st.integers(-5, 5))
     def write_what_is_held(self, place, value):
         if self.held:
             self.held[place].add_(value)
-            self.ddp.twins[place].add_(value)
+            self.twin(place).add_(value)
 
     @rule(number=NUMBERS)
     def write_a_bucket(self, number):
@@ -126,6 +142,7 @@ class AnyOrder(RuleBasedStateMachine):
     def zero(self):
         self.gradients.begin_pass()
         self.ddp.zero()
+        self.gradients.guard_views()
         assert set(states(self.gradients)) == {"ABSENT"} and not with_memory(self.gradients)
 
     @rule(factor=st.sampled_from([0.5, 2.0]))

@@ -186,9 +186,9 @@ def test_objects_are_looked_through_once_a_tensor_was_made_on_the_storage_also_i
     tensor, slab = storage()
     kept = tensor[:2]
     find_aliases([slab])
-    assert slab.knows_aliases()
+    assert slab.views.are_known()
     kept = tensor[2:]
-    assert not slab.knows_aliases(), "as many as before, and another one"
+    assert not slab.views.are_known(), "as many as before, and another one"
     asleep(slab)
     assert is_guarded(kept)
 
