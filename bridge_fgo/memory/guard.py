@@ -17,6 +17,7 @@ import gc
 import os
 import pickle
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -231,6 +232,8 @@ class Touches:
 
 # Views that user code has made.
 
+MANY_LOOKS = 10  # for new views, after which a warning says so
+_looks = 0
 _views: weakref.WeakSet[Views] = weakref.WeakSet()
 
 
@@ -281,6 +284,15 @@ class Views:
     def find(self) -> list[torch.Tensor]:
         """Return them all."""
         if not self.are_known():
+            global _looks
+            _looks += 1
+            if _looks == MANY_LOOKS:
+                warnings.warn(
+                    f"{_looks} times code had made new views of states, or gradients, and kept them as they were "
+                    "offloaded: each time all objects of the process are looked at (0.15 s for 800,000); make and keep "
+                    "such views once",
+                    stacklevel=2,
+                )
             look_for(_views)
         return self.found
 

@@ -145,6 +145,20 @@ def test_views_that_others_made_before_find_the_states_and_training_goes_on_with
     training.check()
 
 
+def test_code_that_makes_new_views_in_each_step_is_warned_once(small, monkeypatch):
+    monkeypatch.setattr(guard, "_looks", 0)
+    training = trained()
+    with pytest.warns(UserWarning, match="make and keep such views once") as warned:
+        for _ in range(guard.MANY_LOOKS + 2):
+            training.engine.require_writable()
+            views = [tensor.detach() for tensor, _ in training.states()]
+            training.away()
+            training.engine.reload()
+            training.finish()
+            del views
+    assert len(warned) == 1 and guard._looks == guard.MANY_LOOKS + 2
+
+
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_from_before_the_first_offload_see_every_update(name, small):
     training = Training(layer=500, master_remainders=False)
