@@ -247,6 +247,8 @@ class Session:
 
     def release(self) -> None:
         """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
+        if self.gradients is not None:
+            self.gradients.guard_views()
         self.engine.release()
         self.figures.released()
 

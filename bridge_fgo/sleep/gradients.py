@@ -100,6 +100,7 @@ class Gradients:
                 bucket.zero()
             elif bucket.state is BucketState.OFFLOADING:
                 bucket.release()
+            bucket.guard_views()
             bucket.asleep = COMES_BY
         return freed
 
