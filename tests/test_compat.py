@@ -1,4 +1,4 @@
-"""Which engine serves a run: by capability, never by a version number."""
+"""The engine is chosen by capability, never by a version number."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""OffloadConfig: a user's mistake is a ValueError that names the setting."""
+"""A wrong setting is a ValueError that names it."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""An optimizer is built, and a checkpoint loaded, with no more of its states on the device than two parts."""
+"""Building and loading hold at most two parts of the states on the device."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""A signal, or an operation that fails, at any point of a step or a save: the last checkpoint stands.
+"""A signal or a failure at any point leaves the last checkpoint whole.
 
 With BRIDGE_FGO_ALL_FAULTS=1 in the environment every point is tried in every way.
 """

@@ -1,4 +1,4 @@
-"""One rank is killed in a save, or fails alone: what others do then, and what all train on from, bitwise."""
+"""If one rank is killed or fails, all end and resume bitwise."""
 
 import datetime
 import functools

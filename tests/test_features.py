@@ -1,4 +1,4 @@
-"""Bridge's features that change what is trained or when masters are read, in its real train_step: bit for bit."""
+"""Distillation, LoRA and MXFP8's order of copies train bitwise as resident."""
 
 from functools import partial
 

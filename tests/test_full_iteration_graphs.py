@@ -1,4 +1,4 @@
-"""Full-iteration CUDA graphs in Bridge's real train_step on the CPU, with a stand-in for the graph."""
+"""Full-iteration CUDA graphs (a stand-in) train bitwise as resident."""
 
 from contextlib import contextmanager
 from unittest import mock

@@ -1,4 +1,4 @@
-"""A run that is uninstalled, interrupted or driven otherwise on its way goes on bitwise, or says what it cannot do."""
+"""A run that is uninstalled or interrupted goes on bitwise, or is refused."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""The corners of Bridge's training loop, in its real `train()`: when it saves, skips, evaluates and ends."""
+"""Bridge's `train()` saves, skips, evaluates and ends bitwise as resident."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Every command line has the options of OffloadConfig, and what it was given is what OffloadConfig gets."""
+"""Every command line has the options of OffloadConfig."""
 
 import argparse
 import dataclasses

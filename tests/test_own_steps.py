@@ -1,4 +1,4 @@
-"""Optimizers with a step of their own: it runs once a step, with every state there, bitwise as resident."""
+"""An optimizer's own step runs once, with all states, bitwise as resident."""
 
 import contextlib
 import copy

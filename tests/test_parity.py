@@ -1,4 +1,4 @@
-"""Bridge's own train_step with each optimizer, resident and offloaded: 8 steps, bit for bit."""
+"""Eight steps with each optimizer are bitwise those of a resident run."""
 
 import dataclasses
 import sys

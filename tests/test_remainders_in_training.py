@@ -1,4 +1,4 @@
-"""Masters that are copied in part, in Bridge's own step: who may change the weights meanwhile, and who may not."""
+"""Packed masters train bitwise; changed weights are an error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A training that fails and is begun again: by the rerun state machine from a checkpoint, or in the same process."""
+"""A failed training restarts bitwise, from a checkpoint or in its process."""
 
 import gc
 import weakref

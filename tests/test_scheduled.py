@@ -1,4 +1,4 @@
-"""The schedule with measured peaks, in Bridge's real train_step on the CPU: what leaves late and comes early."""
+"""Measured peaks decide what is released late and prefetched early."""
 
 from dataclasses import replace
 from functools import wraps

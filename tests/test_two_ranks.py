@@ -1,4 +1,4 @@
-"""Ranks of a training, each a process: what they train, save and load is bitwise what resident ones do."""
+"""Two ranks train, save and load bitwise as resident ones."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What Bridge's loop waits for between two steps: for no copy that the next pass can hide."""
+"""Between steps nothing waits for a copy that the next pass can hide."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A background writer that is killed or fails: what is named as the newest checkpoint is whole, and training right."""
+"""If a background writer dies, the newest named checkpoint is whole."""
 
 import contextlib
 import functools

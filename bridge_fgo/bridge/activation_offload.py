@@ -34,6 +34,10 @@ PIECE_BYTES = 32 * 2**20
 """Most bytes that one stream copies before another's turn: of saved tensors, and of states and gradients beside them.
 
 Copies of saved tensors back stay whole: no `.item()` waits for them, but backward does, and states would pass pieces.
+Measured on one H200: the longest wait of an `.item()` was 9.1 ms with whole tensors, 0.35 ms with pieces, and 0.78 ms
+with the states' offload beside (4 layers, hidden 2048, 6 steps of 4 microbatches). With 43 GB a step, both directions
+together, enqueuing took 23.8 ms with pieces of 64 MiB and 26.3 ms with 32 MiB (16 experts, 10 layers). No order of the
+copies shortened a step: pieces of 16 MiB, a higher priority of mcore's streams, or states that wait for activations.
 """
 CHECKED = "_bridge_fgo_checked"
 """Attribute of a layer's state in Transformer Engine: how many blocks of host memory were there for it, by size."""

@@ -94,13 +94,33 @@ class Refusal:
         """Return the text, which begins with the settings and their values."""
         first, *beside = (f"{name}={run[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
         with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
-        text = f"{first} with {with_}: {self.text if isinstance(self.text, str) else self.text(run)}"
-        return as_named_in(getattr(run.cfg, "model", None), text)
+        text = as_set_in(run.cfg, self.text if isinstance(self.text, str) else self.text(run))
+        return as_named_in(getattr(run.cfg, "model", None), f"{first} with {with_}: {text}")
 
     @property
     def names(self) -> tuple[str, ...]:
         """All settings that the text names."""
         return self.setting, *self.beside
+
+
+def as_set_in(cfg: Any, advice: str) -> str:
+    """Return advice that names each setting in the section of a Bridge config that decides it.
+
+    Bridge copies what `mixed_precision` and `comm_overlap` say, and their defaults, over the settings of the same names
+    in other sections. With one data-parallel rank, say, `ddp.overlap_grad_reduce=True` becomes False.
+    """
+    sources = {"mixed_precision": ("model", "optimizer", "ddp"), "comm_overlap": ("model",)}
+    if setting_of(getattr(cfg, "ddp", None), "use_distributed_optimizer"):
+        sources["comm_overlap"] += ("optimizer", "ddp")
+
+    def placed(setting: re.Match[str]) -> str:
+        section, name, value = setting.groups()
+        for source, copied_to in sources.items():
+            if section in copied_to and hasattr(getattr(cfg, source, None), name):
+                return f"{source}.{name}={value} (which Megatron-Bridge copies to {section})"
+        return setting[0]
+
+    return re.sub(r"\b(\w+)\.(\w+)=([\w.']+)", placed, advice)
 
 
 def texts(rows: Iterable[Refusal], run: RunConfig) -> Iterator[str]:
@@ -274,9 +294,9 @@ OF_SETTINGS = [
     _gradients("ddp.nccl_ub", "NCCL has the memory of the gradients registered; set ddp.nccl_ub=False",
         lambda a: a.sets("ddp.nccl_ub")),
     _gradients("optimizer.reuse_grad_buf_for_mxfp8_param_ag",
-        "gradients share a buffer with the weights that are gathered; set mixed_precision.fp8_param_gather=False and "
-        "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=False: weights are kept in 16 bits then, and multiplied in "
-        "MXFP8 as before",
+        "gradients share a buffer with the weights that are gathered; set ddp.fp8_param_gather=False and "
+        "optimizer.reuse_grad_buf_for_mxfp8_param_ag=False: weights are kept in 16 bits then, and multiplied in MXFP8 "
+        "as before",
         lambda a: a.sets("optimizer.reuse_grad_buf_for_mxfp8_param_ag")),
     *(
         _gradients(name, "Transformer Engine keeps the weights of all experts in one GroupedTensor, whose gradient is "

@@ -202,6 +202,8 @@ class Session:
 
     def release(self) -> None:
         """Free GPU memory: grads are zeroed and nothing reads the states any more."""
+        if self.gradients is not None:
+            self.gradients.guard_views()
         self.engine.release()
         self.figures.released()
 

@@ -1,7 +1,7 @@
 """The wrappers of the functions in a training step: each calls a verb of its optimizer's `Session`.
 
-The package's README has the time line of one training step, with the functions that run it in their order. Between
-steps states stay where they are, and code that uses one reloads it (`memory.guard`).
+`offload.schedule` has the time line of one training step, with the functions that run it in their order. Between steps
+states stay where they are, and code that uses one reloads it (`memory.guard`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 The time line of a step, with the functions that run it. How much the GPU may hold at each moment follows from peaks
 that were measured in an earlier step, one in which everything was released throughout (`HoldPolicy`).
 
-1.  Bridge calls `train_step`: `bridge.train_step.train_step` > `Session.training_step`.
-2.  Bridge's rerun machine grants a pass: `Session.begin_pass` > `NativeEngine.begin_pass`.
+1.  Bridge calls `train_step`: `bridge.train_step.train_step` > `session_for_step` > `Session.training_step`, which
+    hooks the layers (`ModelPoints.hooked`).
+2.  Bridge's rerun machine grants a pass: `PassBeginningMachine.should_run_forward_backward` > `Session.begin_pass` >
+    `NativeEngine.begin_pass`. If it runs a pass again, the time line goes on from here.
     a.  Copies out start: `slab.send_off` > `Slab.offload` > `Slab._copy_out` > `CudaTransfers.copy_out` > `Lane.copy` >
         `Copier.copy`, one call of the driver for each piece.
     b.  A plan is chosen: `Schedule.begin_pass` gives `PassMatcher` the plans of this kind of pass.
@@ -15,13 +17,16 @@ that were measured in an earlier step, one in which everything was released thro
 5.  A layer's backward has ended: the same way. Activations shrink, and in the last microbatch `SlabQueue.bring_ahead`
     prefetches slabs, in the order in which they step.
 6.  The last backward is done: `Session.reload` > `Schedule.reload` prefetches what the optimizer step has room for.
-7.  The optimizer steps: `Session.stepping` > `NativeEngine.stepping` > `Schedule.step`. For one part
-    after another, small ones in groups, it waits for the slabs, updates them and starts their copies out, while
-    the next slabs are copied in. Copies out that have no copies in to run beside are left to the next pass (2a): it
-    hides them, and whatever waits for the whole device between steps (mcore's timers, in each step that is logged)
-    would wait for them.
-8.  The step ends: `NativeEngine.end_step` > `Schedule.end_step`. Peaks that were measured give a plan for the steps
-    that follow; otherwise the peak of the step is compared with what its plan keeps under.
+7.  The optimizers step, unless the update is skipped. `Session.updating` checks that all states can be updated;
+    `Session.stepping` > `NativeEngine.stepping` puts `Schedule.step` in the place of the inner `step`
+    (`InnerStep.replaced`). For one part after another, small ones in groups, it waits for the slabs, updates them and
+    starts their copies out, while the next slabs are copied in. Copies out that have no copies in to run beside are
+    left to the next pass (2a), which hides them: whatever waits for the whole device between steps (mcore's timers, in
+    each step that is logged) would wait for them. `NativeEngine.write_back` then copies the masters to weights that
+    `MasterCopy.copy_part` has not written.
+8.  The step ends: `NativeEngine.settle` waits for copies in that nothing used. In `NativeEngine.end_step` >
+    `Schedule.end_step` peaks that were measured give a plan for the steps that follow; otherwise the peak of the step
+    is compared with what its plan keeps under.
 
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
 measured from that point on. If every state stays on the GPU, only forwards are reported, with the sizes of the layers'

@@ -98,6 +98,7 @@ class GradientOffloader:
                 bucket.zero()
             elif bucket.state is BucketState.OFFLOADING:
                 bucket.release()
+            bucket.guard_views()
             bucket.asleep = RELOADED_BY
         return freed
 

@@ -164,6 +164,48 @@ def test_the_rows_of_every_table_are_tested():
     assert ROWS.keys() - {"FP8_MOMENTS", "GTP"} == REFUSED.keys()
 
 
+MXFP8 = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+EXPERTS = {"expert_model_parallel_size": 2, "num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "overlap", "advice"),
+    [
+        ({}, {}, "comm_overlap.overlap_grad_reduce=True (which Megatron-Bridge copies to ddp)"),  # of one rank
+        (MXFP8, {"overlap_grad_reduce": True}, "mixed_precision.fp8_param_gather=False (which Megatron-Bridge copies "),
+        (
+            {}, {name: True for name in ("overlap_grad_reduce", "overlap_moe_expert_parallel_comm")},
+            "comm_overlap.overlap_moe_expert_parallel_comm=False (which Megatron-Bridge copies to model)",
+        ),
+    ],
+)  # fmt: skip
+def test_advice_on_what_bridge_copies_between_sections_is_accepted_when_followed(cfg, precision, overlap, advice):
+    from megatron.bridge.training.comm_overlap import CommOverlapConfig
+    from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+
+    run = bridge_fgo.OffloadConfig(gradients=True)
+    cfg.ddp.overlap_grad_reduce = True
+    vars(cfg.model).update(EXPERTS)
+
+    def refused(precision, overlap):
+        cfg.mixed_precision = MixedPrecisionConfig(bf16=True, **precision)
+        cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, data_parallel_size=1, **overlap)
+        cfg.mixed_precision.setup(cfg.model, cfg.optimizer, cfg.ddp)
+        cfg.comm_overlap.finalize()
+        cfg.comm_overlap.setup(cfg.model, cfg.optimizer, cfg.ddp)
+        return list(all_refusals(cfg, run))
+
+    (refusal,) = refused(precision, overlap)
+    assert advice in refusal and "set ddp." not in refusal
+    followed = [
+        {name: value == "True" for name, value in re.findall(rf"{source}\.(\w+)=(True|False)", refusal)}
+        for source in ("mixed_precision", "comm_overlap")
+    ]
+    assert refused(precision | followed[0], overlap | followed[1]) == []
+    cfg.mixed_precision = cfg.comm_overlap = None
+    assert refusals.as_set_in(cfg, "set ddp.nccl_ub=False") == "set ddp.nccl_ub=False"
+
+
 ACCEPTED = [
     *(WHOLE | {"optimizer.optimizer": name} for name in ("muon", "dist_muon", "adaptive_muon")),
     REFUSED["OF_SETTINGS"][1] | {"OffloadConfig.master_weights": False},

@@ -1,4 +1,4 @@
-"""The native engine in any order of calls: bits are those of optimizers that were never offloaded."""
+"""Any order of calls leaves the bits of optimizers that were never offloaded."""
 
 import copy
 import warnings
@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.states.distributed import bundles, home_device, live_bytes
+
+RAN_ON = "CPU"
 
 VERBS = ["begin_pass", "release", "point", "reload", "settle", "offload_now"]
 SEEDS, WHICH = st.integers(0, 99), st.integers(0, 1)

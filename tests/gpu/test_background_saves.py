@@ -1,4 +1,4 @@
-"""Saves in the background and resumes on a GPU, through Bridge's own ``pretrain()``."""
+"""Background saves have a resident run's bytes, and resume bitwise."""
 
 from pathlib import Path
 
@@ -6,6 +6,8 @@ import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, PRECISION_AWARE, arm, assert_same_shards
 
 from harness.arms import runner
+
+RAN_ON = "one H200"
 
 STEPS = ("--steps", "12", "--save-interval", "4")
 

@@ -1,4 +1,4 @@
-"""A rank of two that is killed, or has an operation fail, at any phase of a step: the run ends, and resumes bitwise."""
+"""If one of two ranks is killed or fails, training ends and resumes bitwise."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ from changed_arm import POINTS
 from gpu_lane import PACKED, assert_same_shards, needs_gpus, saving_arm
 
 from harness.arms import runner
+
+RAN_ON = "two H200"
 
 
 def newest(folder: Path) -> Path:

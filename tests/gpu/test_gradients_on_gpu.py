@@ -1,4 +1,4 @@
-"""Gradients that leave the GPU: beside streams that still add to them, and in trainings that sleep.
+"""Offloaded gradients are right beside late streams, and between sleeps.
 
 pytest -m gpu tests/gpu/test_gradients_on_gpu.py
 """
@@ -15,6 +15,8 @@ from bridge_fgo.memory.gradient_bucket import GradientBucket
 from bridge_fgo.memory.host_buffer import page_lock
 from bridge_fgo.memory.meters import Traffic
 from harness.arms import runner
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 
@@ -36,7 +38,7 @@ def test_what_a_side_stream_adds_late_is_in_the_copy() -> None:
     data = torch.zeros(2**20, device=device)
     param = torch.nn.Parameter(torch.zeros(2**20, dtype=torch.bfloat16, device=device))
     param.main_grad = data.view(-1)  # type: ignore[attr-defined]
-    bucket = GradientBucket(data, [(param.main_grad, 0)], [param], transfers, alone.needed, Traffic())
+    bucket = GradientBucket(data, [param.main_grad], [param], transfers, alone.needed, Traffic())
     page_lock(bucket.map_host())
     bucket.moves = True
     side = torch.cuda.Stream()

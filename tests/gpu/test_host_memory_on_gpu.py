@@ -1,4 +1,4 @@
-"""Host memory of sleeps on a GPU: frozen parameters sleep in files, and what a limit has no room for stays.
+"""Frozen parameters sleep in files; what a limit has no room for stays.
 
     pytest -m gpu -s tests/gpu/test_host_memory_on_gpu.py
 
@@ -13,6 +13,8 @@ from gpu_lane import LEAST_RETURNED, NEEDS_CUDA
 
 import bridge_fgo
 from bridge_fgo.memory import host_buffer
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

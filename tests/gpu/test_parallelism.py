@@ -1,4 +1,4 @@
-"""Checkpoints from one kind of parallelism to another, and of Megatron-FSDP, through Bridge's own ``pretrain()``."""
+"""Checkpoints load under another parallelism, also Megatron-FSDP's, bitwise."""
 
 from itertools import product
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 from gpu_lane import EXPERTS, PACKED, assert_bitwise_equal, assert_same_shards, needs_gpus, saving_arm, side_by_side
 
 from harness.arms import runner
+
+RAN_ON = "two H200; one and two H100 (Megatron-FSDP)"
 
 FSDP = ("--fsdp", "optim_grads_params")
 LAZY, OFF = ("--gradients", "lazy"), ("--layers", "24", "--gradients", "true")

@@ -1,4 +1,4 @@
-"""Kernels that sum over GPU memory, and that compare masters with weights: as their formulas have it."""
+"""Kernels that sum and compare memory match their formulas."""
 
 import pytest
 import torch
@@ -7,6 +7,8 @@ from gpu_lane import NEEDS_CUDA
 from bridge_fgo.memory import digest
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.sleep.rounding import differing, kernel_for
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

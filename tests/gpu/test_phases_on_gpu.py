@@ -1,9 +1,11 @@
-"""Phases on a GPU: bitwise, memory that goes to the driver, and seconds against the link of the run.
+"""Sleeps are bitwise, return their memory, and take the link's time.
 
     pytest -m gpu -s tests/gpu/test_phases_on_gpu.py -k "link or driver or 16_bits or segments or plain"
     pytest -m gpu -n 6 --dist loadgroup tests/gpu/test_phases_on_gpu.py -k "fp or precision or experts"
 
-The first measures, and has the machine by itself. A GPT of 1.6 billion parameters by mcore's own DDP,
+The first measures, and has the machine by itself: a move may take 1.10 times what its bytes take on the link, or what
+the driver takes to free or allocate the memory if that is longer, and 20 ms. (It ran before the host waited for whole
+streams.) A GPT of 1.6 billion parameters by mcore's own DDP,
 DistributedOptimizer and TE FusedAdam, or a smaller one; an arm is a process. What was measured is printed (`-s`).
 Without a GPU `python tests/gpu/phases_arm.py --sleep whole` runs an arm with a tiny model on the CPU.
 """
@@ -15,6 +17,8 @@ from typing import Any
 
 import pytest
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, printed
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

@@ -1,4 +1,8 @@
-"""Bridge's own ``pretrain()``: offloaded training against resident training, bit by bit, and the memory that it frees.
+"""`pretrain()` with each optimizer and parallelism is bitwise resident's; memory falls.
+
+The cases of `BITWISE` ran on as many H200 as they have ranks. Those of Megatron-FSDP ran on one and two H100, and some
+of one rank on an H200; its hybrid sharding has run on CPUs alone. Activation offload ran with two of the three waits.
+Context parallelism has an attention of the tests' own: Transformer Engine's did not run with the cuDNN there.
 
 Muon needs emerging-optimizers. AdaptiveMuon is on the CPU lane alone: that of mcore 0.19.2 looks for an attribute that
 emerging-optimizers 0.3.0 does not set, and a resident run ends with an AttributeError too.
@@ -23,6 +27,8 @@ from gpu_lane import (
 )
 
 from harness.arms import runner
+
+RAN_ON = "one, two, four H200; two H100 (Megatron-FSDP)"
 
 WHOLE = ("--fsdp", "optim_grads_params")
 PARTS_OF_A_TENSOR = ("--slab-bytes", "1048576")

@@ -1,4 +1,4 @@
-"""Small copies pass between the offload's, also where `CUDA_DEVICE_MAX_CONNECTIONS=1` gives kernels one queue."""
+"""Small copies pass between the offload's, also with one queue."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import pytest
 from gpu_lane import NEEDS_CUDA
 
 from bridge_fgo.memory.copy_queues import OF_ALL, OF_COPIES
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

@@ -1,4 +1,4 @@
-"""The debug mode on a GPU: a wait that is missing changes bits there."""
+"""Under the debug mode a missing wait changes bits."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ from changed_arm import RACES
 from gpu_lane import PACKED, SMALL, arm
 
 from harness.arms import runner
+
+RAN_ON = "one H200"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The kernels of masters' remainders against PyTorch's operators, bit for bit."""
+"""Kernels that pack masters match PyTorch's operators."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,6 +13,8 @@ from bridge_fgo.memory.layout import pack
 from bridge_fgo.memory.remainder_kernels import MOST_TOGETHER
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state_tensor import State, WeightShard
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

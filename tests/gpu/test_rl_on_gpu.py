@@ -1,4 +1,4 @@
-"""`bridge-fgo demo --rl` on GPUs: bitwise, and a second process gets what each sleep frees.
+"""`demo --rl` is bitwise, and a second process gets the freed memory.
 
     pytest -m gpu -s tests/gpu/test_rl_on_gpu.py
 
@@ -15,6 +15,8 @@ from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, needs_gpus
 
 from harness import rl_demo
 from harness.demo import Settings
+
+RAN_ON = "one and two H100, two and four H200"
 
 pytestmark = NEEDS_CUDA
 

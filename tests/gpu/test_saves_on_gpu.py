@@ -1,4 +1,4 @@
-"""Background saves of a trainer that sleeps, by the real workers of NVRx and mcore.
+"""Real workers of NVRx and mcore save while the trainer sleeps.
 
     pytest -m gpu -s tests/gpu/test_saves_on_gpu.py
 
@@ -8,6 +8,8 @@ tiny model on the CPU.
 
 import pytest
 from gpu_lane import LEAST_RETURNED, NEEDS_CUDA, printed
+
+RAN_ON = "one H200"
 
 pytestmark = NEEDS_CUDA
 

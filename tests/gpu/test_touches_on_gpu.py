@@ -1,4 +1,4 @@
-"""States that callbacks touch between the steps of Bridge's own ``pretrain()``: bitwise as resident."""
+"""Callbacks that touch states between steps are bitwise as resident."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,8 @@ import pytest
 from gpu_lane import MANY_ACTIVATIONS, PACKED, SMALL, arm
 
 from harness.arms import runner
+
+RAN_ON = "one H200"
 
 STEPS = ("--steps", "20")
 

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of the engine: afterwards every state is right, or whoever uses one is told that it is not."""
+"""After Ctrl-C at any line of the engine every state is right, or refused."""
 
 import random
 import sys
@@ -10,6 +10,8 @@ from fake_training import WHOLE, Training
 
 from bridge_fgo import engines, memory, offload, states
 from bridge_fgo.memory.slab import SlabState
+
+RAN_ON = "CPU"
 
 FOLDERS = tuple(package.__path__[0] for package in (memory, offload, engines, states))
 

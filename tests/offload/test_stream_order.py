@@ -1,4 +1,4 @@
-"""No two streams meet in the same memory, whatever order a training asks for its states in; and each wait is needed."""
+"""No two streams use the same memory at once, and each wait is needed."""
 
 import random
 from collections import Counter, deque
@@ -17,6 +17,8 @@ from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload import schedule
 from bridge_fgo.offload.slab_queue import SlabQueue
 from bridge_fgo.states.inner_step import InnerStep
+
+RAN_ON = "CPU"
 
 PIECE_BYTES = 3000
 GATHERS = 4000  # Megatron-FSDP's stream of all-gathers

@@ -1,4 +1,4 @@
-"""Caches and workspaces go with what needs them, and are made again; what somebody may still need stays."""
+"""Caches and workspaces are freed with what needs them, and made again."""
 
 import functools
 import gc

@@ -1,4 +1,4 @@
-"""Background checkpoints of a trainer that sleeps: the bytes of their step, from workers that let go of its memory."""
+"""Background saves of a trainer that sleeps have their step's bytes."""
 
 import queue
 import threading

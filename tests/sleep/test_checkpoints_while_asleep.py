@@ -1,4 +1,4 @@
-"""Checkpoints that are saved and loaded while everything is off the GPU, by Bridge's own save and load."""
+"""Checkpoints are saved and loaded while everything is off the GPU."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""`install(frameworks=...)`: the functions of verl, SkyRL and NeMo-RL that move memory do it by a Residency.
+"""`install(frameworks=...)`: verl, SkyRL and NeMo-RL move memory by a Residency.
 
 The frameworks are modules with their functions' names and parameters, which note that they were called.
 """

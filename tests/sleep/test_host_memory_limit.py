@@ -1,4 +1,4 @@
-"""A limit of host memory is kept, what does not fit stays on the GPU and is said, and every bit is a resident run's."""
+"""A limit of host memory is kept, and changes no bit."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Sleeps of a model whose gradients training manages (`OffloadConfig.gradients`): bits, cost, order, faults."""
+"""Gradients that training manages sleep bitwise, at the least cost."""
 
 import contextlib
 import dataclasses

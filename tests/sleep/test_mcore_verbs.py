@@ -1,4 +1,4 @@
-"""mcore's own verbs of sleep: refused by name where this package has the memory, else mcore's."""
+"""mcore's own verbs of sleep are refused for this package's memory."""
 
 import contextlib
 from functools import partial

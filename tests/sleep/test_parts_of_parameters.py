@@ -1,4 +1,4 @@
-"""A predicate chooses which parameters sleep: what shares memory moves together, and every bit is a resident run's."""
+"""A chosen part of the parameters sleeps, and changes no bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FP8 parameters in mcore's DDP buffers leave and return with their columnwise copies, which cross no link.
+"""FP8 parameters sleep, and their columnwise copies are made again.
 
 Stand-ins for Transformer Engine's tensors have their names and verbs; mcore lays them out and the rest is real.
 """

@@ -1,4 +1,4 @@
-"""What `Residency` is called with, when, and from which thread: each call does what it says, or says what to do."""
+"""Each call of `Residency` does what it says, or says what to do."""
 
 import copy
 import dataclasses

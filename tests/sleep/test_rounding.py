@@ -1,4 +1,4 @@
-"""The kernel that compares masters with their weights, compiled for the CPU, beside PyTorch's own rounding."""
+"""The kernel that compares masters with weights rounds as PyTorch does."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state are offloaded and reloaded apart, bitwise as if nothing had moved."""
+"""Parameters, gradients and states sleep apart, bitwise as if nothing moved."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Two data-parallel ranks, each a process, copy their own shards and all-gather the others'."""
+"""Ranks that sleep copy their own shards, and stay bitwise."""
 
 import datetime
 import functools

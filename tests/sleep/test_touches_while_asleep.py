@@ -1,4 +1,4 @@
-"""Whatever uses a tensor that is off the GPU raises an error that names it, and training goes on after the wake."""
+"""Use of an offloaded tensor is an error that names it."""
 
 import contextlib
 import copy

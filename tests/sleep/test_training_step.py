@@ -1,4 +1,4 @@
-"""`Residency.training_step`: a loop on mcore alone trains with its states away, bitwise as one without the context."""
+"""A loop on mcore alone, with `Residency.training_step`, is bitwise as without."""
 
 import contextlib
 from dataclasses import fields, replace

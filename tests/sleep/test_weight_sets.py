@@ -1,4 +1,4 @@
-"""Weights that were kept under a name are swapped into the model for a block; its own are bitwise there afterwards."""
+"""Weights that were kept are swapped in for a block, bitwise."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The plan's states, gradients, sleeps and Megatron-FSDP's buckets are those of trainings on the CPU."""
+"""States, gradients and sleeps that `plan` counts are those of trainings."""
 
 import json
 from dataclasses import asdict, replace
@@ -26,6 +26,8 @@ from bridge_fgo.tools.plan.estimate import make_estimate, moving_bytes
 from bridge_fgo.tools.plan.phases import ALONE, REST, SLEEP, SLEEP_ALL, WAKE_ALL, plan_phases
 from bridge_fgo.tools.plan.state import sum_of
 from bridge_fgo.tools.plan.systems import links
+
+RAN_ON = "CPU"
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 

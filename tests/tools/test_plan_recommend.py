@@ -1,4 +1,4 @@
-"""`plan --recommend` against runs on H200s, and what it advises."""
+"""`plan --recommend` is within 5% of the step times of logged runs."""
 
 import json
 import re
@@ -20,6 +20,8 @@ from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.systems import links
 from harness.bench.presets import PRESETS
+
+RAN_ON = "CPU, against runs on one H200"
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +76,27 @@ def test_predicted_against_measured(name):
     print(f"{name}: predicted {found.peak / GB:.2f} GB, {found.step:.3f} s; measured {peak} GB, {seconds} s")
     assert found.peak == pytest.approx(peak * GB, rel=0.01)
     assert found.step == pytest.approx(seconds, rel=near)
+
+
+@pytest.mark.parametrize(
+    ("ways", "advised"),
+    [
+        ([(1, 1.002, True), (3, 1.0, True)], 0),  # as fast, by what an estimate can tell
+        ([(1, 1.04, True), (3, 1.0, True)], 1),
+        ([(1, 1.0, False), (3, 1.0, True), (3, 0.999, True)], 2),
+        ([(1, 1.0, False)], None),
+    ],
+)
+def test_of_ways_that_are_about_as_fast_the_one_with_the_fewest_settings_is_advised(ways, advised):
+    choices = [recommend.Choice("", ("a=1",) * settings, 1, 1, step, fits, 1, 1.0) for settings, step, fits in ways]
+    assert recommend.advised_of(choices) is (None if advised is None else choices[advised])
+
+
+@pytest.mark.parametrize("less", ["optimizer.offload.gpu_memory_budget_gib=auto", recommend.FLAG_OFF])
+def test_a_setting_by_which_less_is_offloaded_is_no_reason_to_offload_more(less):
+    ways = [((), 9), ((less,), 0)]
+    everything, least = (recommend.Choice("", settings, 1, away, 1.0, True, 1, 1.0) for settings, away in ways)
+    assert recommend.advised_of([everything, least]) is least
 
 
 def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():

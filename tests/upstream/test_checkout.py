@@ -1,4 +1,4 @@
-"""Both engines on a Megatron-LM checkout whose mcore has an offloader of its own.
+"""Both engines train bitwise on a Megatron-LM that has an offloader of its own.
 
 Runs where BRIDGE_FGO_MEGATRON_LM names one (generation 1 and 2 are in Megatron-LM's `dev` branch only).
 """
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+RAN_ON = "CPU"
 
 CHECKOUT = os.environ.get("BRIDGE_FGO_MEGATRON_LM")
 TESTS = Path(__file__).parents[1]
