@@ -478,23 +478,21 @@ def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
     parameters, by their `id`.
     """
     ranks = buffer.data_parallel_group
-
-    def shard(data: torch.Tensor) -> torch.Tensor:
-        return data.chunk(ranks.size())[ranks.rank()]
-
-    place = (i, torch.distributed.get_global_rank(ranks, 0)) if ranks.size() > 1 else None
+    size, rank = ranks.size(), ranks.rank()
+    place = (i, torch.distributed.get_global_rank(ranks, 0)) if size > 1 else None
     name = f"DDP buffer {i}'s parameter buffer"
 
     def gather() -> None:
-        for bucket in buffer.buckets if ranks.size() > 1 else ():
+        for bucket in buffer.buckets if size > 1 else ():
             # Not by `start_param_sync`: mcore's record of which gathers are due stays as it was.
-            torch.distributed.all_gather_into_tensor(bucket.param_data, shard(bucket.param_data), group=ranks)
+            data = bucket.param_data
+            torch.distributed.all_gather_into_tensor(data, data.chunk(size)[rank], group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
     # Of quantized parameters the objects around what the buffer holds.
     named: list[Named] = [(f"parameter {name!r}", param) for name, param in params]
     named += [("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets]
-    ranges = _ranges_of([shard(bucket.param_data) for bucket in buffer.buckets])
+    ranges = _ranges_of([bucket.param_data.chunk(size)[rank] for bucket in buffer.buckets])
     return WeightSlab(buffer.param_data, name, ranges, named, gather, params, place)
 
 
