@@ -30,8 +30,8 @@ from bridge_fgo.tools.options import OffloadOptions, command_line, settings
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (
-    *("account", "partition", "nodes", "segment", "time"),
-    *("container_image", "container_mounts", "env", "retries"),
+    *("account", "partition", "nodes", "segment", "time", "container_image", "container_mounts", "env", "python"),
+    *("checkpoints", "preflight", "retries"),
 )
 
 
@@ -56,10 +56,14 @@ class Job(OffloadOptions):
         nodes: nodes. Default: as many as the recipe is for.
         segment: nodes that must share an NVLink domain, a divisor of nodes; 0 leaves it to Slurm. Default: the most
             that a rack holds.
-        time: Slurm time limit.
+        time: Slurm time limit, HH:MM:SS or another of Slurm's forms.
         container_image: container to run in. Default: none.
         container_mounts: HOST:CONTAINER, with commas between.
         env: names of environment variables to pass on, with commas between. Values never reach a file.
+        python: Python that has the packages, in the container or on the nodes.
+        checkpoints: folder that is saved to and resumed from. The job then saves before its time limit ends, and is
+            queued again. Default: as the recipe.
+        preflight: run bridge-fgo doctor on every node first, except for a resident run, and try that numactl binds.
         retries: how often Slurm queues the job again after a failure.
 
     Raises:
@@ -80,7 +84,10 @@ class Job(OffloadOptions):
     container_image: Optional[str] = None  # noqa: UP045
     container_mounts: str = ""
     env: str = ""
-    retries: int = 0
+    python: str = "python"
+    checkpoints: str = ""
+    preflight: bool = True
+    retries: int = 3
 
     def __post_init__(self) -> None:
         if not self.recipe:
@@ -111,11 +118,27 @@ class Job(OffloadOptions):
             raise ValueError(f"nodes={self.nodes}: use a number of at least 1")
         if self.segment and (self.segment < 0 or self.node_count % self.segment):
             raise ValueError(f"segment={self.segment}: use a divisor of nodes={self.node_count}, or 0")
+        try:
+            executors.seconds_of(self.time)
+        except ValueError as error:
+            raise ValueError(f"time={self.time!r}: {error}") from None
+        if "python" not in self.python or self.python.split() != [self.python]:  # NeMo-Run asks for the former
+            raise ValueError(f"python={self.python!r}: use a name or path with 'python' in it and no space")
+        self._check_checkpoints()
         if self.retries < 0:
             raise ValueError(f"retries={self.retries}: use a number of at least 0")
         for name in self.env_names():
             if name not in os.environ:
                 raise ValueError(f"env: {name!r} is not set here; give names only, of variables that are set")
+
+    def _check_checkpoints(self) -> None:
+        folder = self.checkpoints
+        if folder and (not folder.startswith("/") or "'" in folder):
+            raise ValueError(f"checkpoints={folder!r}: use an absolute path without '")
+        inside = [Path(mount.split(":")[1 if ":" in mount else 0]) for mount in self.mounts()]
+        if folder and self.container_image and not any(map(Path(folder).is_relative_to, inside)):
+            given = f"container_mounts={self.container_mounts!r}"
+            raise ValueError(f"checkpoints={folder!r} with {given}: mount the folder, or it ends with the container")
 
     def _check_local(self) -> None:
         changed = [
@@ -148,31 +171,52 @@ class Job(OffloadOptions):
             return self.gpus_per_node
         return min(self.found.gpus, self.found.gpus_a_node) if self.scheduler == "slurm" else self.found.gpus
 
+    def mounts(self) -> list[str]:
+        """Return the mounts in `container_mounts`, each HOST:CONTAINER or with flags after it."""
+        return [mount for mount in self.container_mounts.split(",") if mount]
+
     def env_names(self) -> list[str]:
         """Return the names in `env`."""
         return [name for name in self.env.split(",") if name]
+
+    def all_overrides(self) -> list[str]:
+        """Return the overrides of Bridge's config: those that `checkpoints` asks for, and the user's."""
+        return [*executors.checkpoint_overrides(self.checkpoints), *shlex.split(self.overrides)]
 
     def arguments(self) -> list[str]:
         """Return the arguments of `bridge_fgo.recipes.train`."""
         hf = [] if self.hf_config == "auto" else ["--hf-config", self.hf_config]
         on_or_off = "--offload" if self.offload else "--no-offload"
-        return [self.recipe, on_or_off, *command_line(vars(self)), *hf, *shlex.split(self.overrides)]
+        return [self.recipe, on_or_off, *command_line(vars(self)), *hf, *self.all_overrides()]
+
+    def preflight_command(self) -> list[str]:
+        """Return the command that examines the job on a node, which is about what is offloaded; [] for none."""
+        if not (self.preflight and self.offload):
+            return []
+        gpus = self.node_count * self.node_gpus
+        words = [self.python, "-m", "bridge_fgo", "doctor", self.recipe, *([f"--gpus={gpus}"] if gpus else [])]
+        hf = [f"hf_config={self.hf_config}"] if "/" in self.hf_config else []
+        return [*words, *command_line(vars(self)), *hf, *self.all_overrides()]
 
     def task(self) -> run.Script:
         """Return what each rank runs."""
         arguments = self.arguments()
         if self.scheduler == "slurm":  # NeMo-Run joins them with spaces into a line of shell
             arguments = [shlex.quote(argument) for argument in arguments]
-        return run.Script(path="bridge_fgo.recipes.train", m=True, entrypoint="python", args=arguments)
+        return run.Script(path="bridge_fgo.recipes.train", m=True, entrypoint=self.python, args=arguments)
 
     def check(self) -> list[str]:
         """Raise ValueError where training would refuse the job; return what could not be checked here, a line each."""
-        overrides, gpus = shlex.split(self.overrides), self.node_count * self.node_gpus
+        overrides, gpus = self.all_overrides(), self.node_count * self.node_gpus
         if not gpus:  # tiny's, of which nothing is laid out
             return []
         if (Path(self.hf_config) / "config.json").is_file():
             overrides.append(f"hf_config={self.hf_config}")
-        note = dry_run.check(self.found, gpus, command_line(vars(self)) if self.offload else None, overrides)
+        try:
+            note = dry_run.check(self.found, gpus, command_line(vars(self)) if self.offload else None, overrides)
+        except ValueError as error:
+            given = f"nodes={self.node_count} with gpus_per_node={self.node_gpus}"
+            raise ValueError(str(error).replace(f"--gpus {gpus}", f"{given}, {gpus} GPUs", 1)) from None
         return [] if note is None else [note]
 
     def notes(self) -> list[str]:
@@ -190,7 +234,11 @@ class Job(OffloadOptions):
         gpus = self.node_count * self.node_gpus
         if gpus not in (0, recipe.gpus):
             lines.append(f"recipe {recipe.name} is laid out for {recipe.gpus} GPUs, this job has {gpus}")
-        command = shlex.join(["python", "-m", "bridge_fgo.recipes.train", *self.arguments()])
+        if self.scheduler == "slurm" and not self.checkpoints:
+            lines.append(
+                "nothing is saved before the time limit ends, and the job is not queued again then: checkpoints=FOLDER"
+            )
+        command = shlex.join([self.python, "-m", "bridge_fgo.recipes.train", *self.arguments()])
         if self.scheduler == "slurm" and self.node_gpus:
             command = executors.near_cpu(self.node_gpus, command)
         return [*lines, "each process runs:", command]
@@ -200,6 +248,13 @@ class Job(OffloadOptions):
         return executors.local(self) if self.scheduler == "local" else executors.slurm(self)
 
 
+NUMBERS = {
+    field.name: kind
+    for field in fields(Job)
+    for kind in (int, float)
+    if kind in (field.type, *get_args(field.type)) and str not in get_args(field.type)
+}
+"""The settings of a job that are numbers alone, with their types."""
 OF_NEMO_RUN = ("run", "executor", "plugins")
 """First parts of names that NeMo-Run reads itself, as in `run.executor=...`."""
 
@@ -216,6 +271,11 @@ def gather_overrides(arguments: list[str]) -> list[str]:
         if "=" in argument and not is_override and re.split(r"\W", name)[0] not in {*of_job, *OF_NEMO_RUN}:
             near = difflib.get_close_matches(name, of_job, n=1)
             raise ValueError(f"{argument}: there is no setting {name}{f'; did you mean {near[0]}?' if near else ''}")
+        if (kind := NUMBERS.get(name)) is not None and "=" in argument:
+            try:  # NeMo-Run names the types of Python that it has tried, twice
+                kind(argument.partition("=")[2])
+            except ValueError:
+                raise ValueError(f"{argument}: use a {'whole number' if kind is int else 'number'}") from None
         (found if is_override else others).append(argument)
     if not found:
         return arguments

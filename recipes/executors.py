@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from typing import Any
 
@@ -12,6 +14,8 @@ from nemo_run.core.execution.launcher import SlurmTemplate
 
 NODES_A_RACK = 18
 """Nodes that share NVLink in a GB200 NVL72."""
+SENT_EARLIER = 60
+"""Seconds by which Slurm may send a signal earlier than it was asked to."""
 
 
 def segment_of(nodes: int) -> int:
@@ -23,13 +27,73 @@ def segment_of(nodes: int) -> int:
     return next(size for size in range(min(nodes, NODES_A_RACK), 0, -1) if nodes % size == 0)
 
 
+def seconds_of(limit: str) -> int | None:
+    """Return the seconds of a time limit in any of Slurm's forms, None for no limit; ValueError for another form.
+
+    >>> seconds_of("30"), seconds_of("4:30"), seconds_of("1-0"), seconds_of("UNLIMITED")
+    (1800, 270, 86400, None)
+    """
+    if limit.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    form = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if form is None:
+        raise ValueError("use HH:MM:SS, MINUTES, MM:SS, DAYS-HH or DAYS-HH:MM:SS")
+    days, *parts = form.groups()
+    units = (3600, 60, 1) if days or parts[-1] else (60, 1)
+    found = int(days or 0) * 86400 + sum(int(part or 0) * unit for part, unit in zip(parts, units, strict=False))
+    return found or None  # of Slurm's 0 is no limit
+
+
+def checkpoint_overrides(folder: str) -> list[str]:
+    """Return the overrides that resume from a folder, save to it, and save and end when the time is up."""
+    path = folder if re.fullmatch(r"/[\w./-]+", folder) else f"'{folder}'"  # to Hydra, which overrides go through
+    handlers = ("train.exit_signal_handler=true", "train.exit_signal_handler_for_dataloader=true")
+    return [f"checkpoint.save={path}", f"checkpoint.load={path}", *handlers] if folder else []
+
+
+def setup_lines(job: Any, limit: int | None) -> str:
+    """Return the lines of bash before training: what each node is asked first, and when the job is queued again."""
+    lines, preflight = [], job.preflight_command()
+    if job.preflight and job.node_gpus:  # a node's last process binds to the last CPU
+        last = (job.node_gpus - 1) // gpus_of_a_cpu(job.node_gpus)
+        check = f'numactl --cpunodebind={last} --membind={last} true && "$@"'
+        preflight = ["bash", "-c", check, "preflight", *preflight]
+    if preflight:
+        container = []
+        if job.container_image:
+            mounts = ["--container-mounts", job.container_mounts] if job.container_mounts else []
+            container = ["--container-image", job.container_image, *mounts, "--no-container-mount-home"]
+            container += ["--container-env", ",".join(container_env(job))]
+        nodes = ["srun", f"--ntasks={job.node_count}", "--ntasks-per-node=1", "--export=ALL", *container]
+        lines.append(f"{shlex.join([*nodes, *preflight])} || {{ echo 'the preflight refuses this job'; exit 1; }}")
+    lines.append("trap 'case $? in 126|127) TORCHX_MAX_RETRIES=0 ;; esac' ERR  # the command is not there")
+    if job.checkpoints and limit is not None:
+        up = limit - seconds_to_save(limit) - SENT_EARLIER
+        lines.append(f"""trap '(($? == 0 && SECONDS > {up})) && scontrol requeue "$SLURM_JOB_ID"' EXIT""")
+    return "\n".join(lines)
+
+
+def seconds_to_save(limit: int) -> int:
+    """Return how long before its time limit a job is told to save."""
+    return min(600, limit // 4)
+
+
+def container_env(job: Any) -> list[str]:
+    """Return the names of variables that the image's own must not win over."""
+    return sorted({*job.found.environment, *job.env_names()})
+
+
+def gpus_of_a_cpu(gpus_per_node: int) -> int:
+    """Return how many GPUs hang on each of a node's two CPUs, in order, as on GB200's."""
+    return -(-gpus_per_node // 2)
+
+
 def near_cpu(gpus_per_node: int, command: str) -> str:
     """Return the lines of bash that run `command` on the CPU that the process's GPU hangs on, and in its memory.
 
-    Pinned host buffers belong there. For nodes of two CPUs with as many GPUs each, in order, as GB200's: of three
-    processes the first two are on the first.
+    Pinned host buffers belong there. Of three processes the first two are on the first.
     """
-    node = f"$((SLURM_LOCALID / {-(-gpus_per_node // 2)}))"
+    node = f"$((SLURM_LOCALID / {gpus_of_a_cpu(gpus_per_node)}))"
     return f"exec numactl --cpunodebind={node} --membind={node} {command}"
 
 
@@ -41,7 +105,7 @@ def slurm(job: Any) -> run.SlurmExecutor:
     are in no file.
     """
     assert job.account is not None  # checked by Job
-    environment, names, nodes = job.found.environment, job.env_names(), job.node_count
+    environment, names, nodes, limit = job.found.environment, job.env_names(), job.node_count, seconds_of(job.time)
     executor = run.SlurmExecutor(
         account=job.account,
         partition=job.partition,
@@ -53,9 +117,8 @@ def slurm(job: Any) -> run.SlurmExecutor:
         mem="0",
         time=job.time,
         container_image=job.container_image,
-        container_mounts=[mount for mount in job.container_mounts.split(",") if mount],
-        # What the image sets under these names must not win.
-        container_env=sorted({*environment, *names}) if job.container_image else None,
+        container_mounts=job.mounts(),
+        container_env=container_env(job) if job.container_image else None,
         # Without --export, srun would obey sbatch's list, in SLURM_EXPORT_ENV, and leave out what the script exports.
         srun_args=["--export=ALL", *(["--no-container-mount-home"] if job.container_image else [])],
         env_vars=dict(environment),
@@ -63,6 +126,9 @@ def slurm(job: Any) -> run.SlurmExecutor:
         packager=run.Packager(),  # the package is installed in the container, or on the nodes
         tunnel=run.LocalTunnel(job_dir=os.path.join(get_nemorun_home(), "experiments")),
         retries=job.retries,
+        setup_lines=setup_lines(job, limit),
+        # To the processes; `recipes.train` has why it is this one.
+        signal=f"URG@{seconds_to_save(limit)}" if job.checkpoints and limit is not None else None,
     )
     if job.node_gpus:
         executor.launcher = SlurmTemplate(template_inline=near_cpu(job.node_gpus, "{{ command | safe }}"))

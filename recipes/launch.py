@@ -7,8 +7,15 @@ if __name__ == "__main__":
     try:
         import nemo_run as run
     except ModuleNotFoundError:
-        raise SystemExit("pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'") from None
+        raise SystemExit(
+            "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
+        ) from None
 
     from bridge_fgo.recipes.entrypoint import Job
 
-    run.cli.main(Job)
+    try:
+        run.cli.main(Job)
+    except Exception as error:
+        if (told := getattr(error, "format_message", None)) is None:  # click's, which NeMo-Run lets through
+            raise
+        raise SystemExit(f"pretrain: {told()}") from None

@@ -22,12 +22,15 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
     """
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
+    for override in overrides:
+        _refuse_what_changes_nothing(config, override)
     try:
         changed = process_config_with_overrides(config, cli_overrides=list(overrides))
     except Exception as error:  # Hydra's, OmegaConf's and Bridge's have no common class
-        unknown = re.search(r"Could not override '([^']+)'", str(error))
+        not_there = re.search(r"Could not override '([^']+)'", str(error))
         # Hydra advises to append what there is not, which nothing would ever read.
-        why = f"{type(error).__name__}: {error}" if unknown is None else _unknown(config, unknown[1])
+        said = " ".join(str(error).split())
+        why = f"{type(error).__name__}: {said}" if not_there is None else unknown(config, not_there[1])
         raise ValueError(f"overrides {' '.join(overrides)}: {why}") from error
     for override in overrides:
         _refuse_a_value_of_another_type(changed, override)
@@ -37,10 +40,35 @@ def overridden(config: Any, overrides: Sequence[str]) -> Any:
 def refuse_without_value(overrides: Sequence[str]) -> None:
     """Raise ValueError for an override without `=`, which reading tells; `~SECTION.FIELD`, which deletes, has none."""
     for place, override in enumerate(overrides):
-        if "=" not in override and not override.startswith("~"):
+        name, equals, _ = override.partition("=")
+        if name != name.strip():
+            raise ValueError(f"override {override!r}: leave out the spaces around '='")
+        if not equals and not override.startswith("~"):
             value = "".join(overrides[place + 1 : place + 2])
             value = value if value and "=" not in value else "VALUE"
-            raise ValueError(f"override {override!r} has no '=': write SECTION.FIELD=VALUE, here {override}={value}")
+            here = f", here {override}={value}" if "." in override else ""
+            raise ValueError(f"override {override!r} has no '=': write SECTION.FIELD=VALUE{here}")
+
+
+def _refuse_what_changes_nothing(config: Any, override: str) -> None:
+    """Refuse what Bridge's function passes over, or would leave a section without its settings.
+
+    It adds to dictionaries and deletes from them; a section's fields are those of its class.
+    """
+    name, _, text = override.partition("=")
+    *sections, field = name.lstrip("+~").split(".")
+    section = config
+    for part in sections:
+        section = _settings(section).get(part)
+    if not dataclasses.is_dataclass(section):
+        return
+    if name.startswith("+") and field not in section.__dataclass_fields__:
+        raise ValueError(f"override {override}: {'.'.join(sections)} has no field {field}, and nothing would read one")
+    if name.startswith("~"):
+        raise ValueError(f"override {override}: a field cannot be deleted; set {name[1:]}=null, or leave it out")
+    value = getattr(section, field, None)
+    if dataclasses.is_dataclass(value) and text != "null" and field != "mixed_precision":  # which has names too
+        raise ValueError(f"override {override}: {field} is a section: write {field}.FIELD=VALUE")
 
 
 def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
@@ -66,7 +94,8 @@ def _refuse_a_value_of_another_type(config: Any, override: str) -> None:
         raise ValueError(f"override {name}={text}: use {wanted}")
 
 
-def _unknown(config: Any, name: str) -> str:
+def unknown(config: Any, name: str) -> str:
+    """Return that a config, or a dict of its settings' names, lacks a setting, and the one that it may have meant."""
     there, known = _settings(config), []
     for part in name.split("."):
         if part not in there:
@@ -74,7 +103,8 @@ def _unknown(config: Any, name: str) -> str:
             if part in _settings(there.get(TRANSFORMER)):  # of a model that a builder builds
                 close = [f"{TRANSFORMER}.{part}"]
             meant = f"; did you mean {'.'.join([*known, close[0]])}?" if close else ""
-            return f"there is no setting {name}{meant}"
+            added = f"; +{name}=VALUE adds it" if known == ["env_vars"] else ""
+            return f"there is no setting {name}{meant}{added}"
         known.append(part)
         there = _settings(there[part])
     return f"{name} cannot be overridden"  # a function, which Bridge leaves out of what overrides change

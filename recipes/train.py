@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,23 @@ def main(
     except ValueError as error:  # the user's; what training raises keeps its traceback
         typer.echo(f"bridge_fgo.recipes.train: {error}", err=True)
         raise typer.Exit(2) from None
+    end_on_sigurg()
     train()
+
+
+def end_on_sigurg() -> None:
+    """Have SIGURG do in this process alone what SIGTERM does in it: with Bridge's exit handler, save and end.
+
+    Slurm signals all processes of a step. SIGTERM would end the process that writes a checkpoint in the background,
+    and the save with it. A process that handles no SIGURG ignores it.
+    """
+    rank = os.getpid()
+
+    def end(*_: object) -> None:
+        if os.getpid() == rank:  # not in what is forked from it
+            signal.raise_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGURG, end)
 
 
 def prepare(
@@ -68,6 +85,8 @@ def prepare(
     if of_offload and not offload:
         raise ValueError(f"--no-offload with {', '.join(of_offload)}: leave out one or the other")
     refuse_without_value(overrides)
+    if source_of("megatron.bridge") is None:
+        raise ValueError(f"recipe={name!r} needs megatron-bridge: pip install 'megatron-bridge>=0.6,<0.7'")
     config = OffloadConfig(**settings) if offload or settings else None
     # Before torch is imported. What is set already stays, as in Bridge's own `apply_environment_variables`.
     for variable, value in recipe.environment.items():

@@ -58,6 +58,14 @@ esac
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || refuse "MAX_RESTARTS=$MAX_RESTARTS: use a number"
 CHECKPOINTS="${CHECKPOINTS-$checkpoints}"
 [[ $CHECKPOINTS != *\'* ]] || refuse "CHECKPOINTS=$CHECKPOINTS: use a path without '"
+is_mounted=0
+for mount in ${CONTAINER_MOUNTS//,/ }; do
+    inside=${mount#*:}
+    inside=${inside%%:*} # without flags
+    if [[ $CHECKPOINTS/ == "${inside%/}"/* ]]; then is_mounted=1; fi
+done
+[[ -z $CHECKPOINTS || -z $CONTAINER_IMAGE || $is_mounted == 1 ]] \
+    || refuse "CHECKPOINTS=$CHECKPOINTS with CONTAINER_MOUNTS=$CONTAINER_MOUNTS: mount it, or it ends with the container"
 [[ $OFFLOAD == 1 || -z $OFFLOAD_OPTIONS ]] \
     || refuse "OFFLOAD_OPTIONS=$OFFLOAD_OPTIONS with OFFLOAD=0: leave it empty, or set OFFLOAD=1"
 
@@ -108,7 +116,8 @@ if [[ -n $CHECKPOINTS ]]; then
     # advises checkpoint.save_optim=false with HybridEP; a run that resumes from such a checkpoint has new moments.
     path=$CHECKPOINTS
     if ! [[ $path =~ ^/[[:alnum:]_./-]+$ ]]; then path="'$path'"; fi # to Hydra, which overrides go through
-    overrides+=("checkpoint.save=$path" "checkpoint.load=$path" train.exit_signal_handler=true)
+    overrides+=("checkpoint.save=$path" "checkpoint.load=$path"
+        train.exit_signal_handler=true train.exit_signal_handler_for_dataloader=true)
 fi
 overrides+=("$@")
 train+=("${options[@]}" "${overrides[@]}")
@@ -145,8 +154,9 @@ fi
 srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}" &
 step=$!
 time_is_up=0
-# Not by a signal to srun, which would kill the processes before they have saved.
-trap 'time_is_up=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+# Not by a signal to srun, which would kill the processes before they have saved. SIGURG: see end_on_sigurg in
+# recipes/train.py.
+trap 'time_is_up=1; scancel --signal=URG "$SLURM_JOB_ID"' USR1
 status=0
 wait "$step" || status=$?
 while kill -0 "$step" 2>/dev/null; do # `wait` also returns when the trap has run

@@ -35,7 +35,7 @@ from bridge_fgo.tools.link import probe
 from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
-from bridge_fgo.tools.show import readable_bytes
+from bridge_fgo.tools.show import are_not_installed, readable_bytes, tell
 
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -201,7 +201,7 @@ def run(settings: DoctorSettings) -> int:
 def lacking(findings: Findings) -> str:
     """Return what this machine lacks to train at all; "" for nothing. The recipe `tiny` trains without a GPU."""
     if missing := missing_packages():
-        return f"{' and '.join(missing)} not installed (pip install 'megatron-bridge>=0.6,<0.7')"
+        return f"{are_not_installed(missing)} (pip install 'megatron-bridge>=0.6,<0.7')"
     if not findings.machine["gpus"] and findings.target != "tiny":
         return "torch sees no GPU; the recipe tiny trains without one"
     return ""
@@ -209,7 +209,7 @@ def lacking(findings: Findings) -> str:
 
 def _examine_installed(findings: Findings) -> None:
     if missing := missing_packages():
-        findings.notes.append(f"{' and '.join(missing)} not installed here: nothing can be trained")
+        findings.notes.append(f"{are_not_installed(missing)} here: nothing can be trained")
     elif findings.installed["transformer-engine"] is None:
         lacks = "transformer-engine is not installed: Megatron-Bridge does not import without it"
         if findings.machine["gpus"]:
@@ -311,14 +311,14 @@ def _judged(lockable: int | None, pinned: int | None) -> str:
 
 
 def _print(console: Console, findings: Findings) -> None:
-    console.print(findings.verdict, markup=False, style="bold")
+    tell(console, findings.verdict, "bold")
     table = Table(show_header=False)
     for row in _rows(findings, findings.machine, findings.config or {}):
         table.add_row(*row)
     console.print(table)
     for word, lines in (("note", findings.notes), ("warning", findings.warnings), ("REFUSED", findings.refusals)):
         for line in lines:
-            console.print(f"{word}: {line}", markup=False, style="red" if word == "REFUSED" else None)
+            tell(console, f"{word}: {line}", "red" if word == "REFUSED" else None)
     if not findings.refusals and findings.config is not None:
         console.print("Nothing is refused by the offload.")
 

@@ -17,6 +17,7 @@ from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.tools import keep, report, run_script
 from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
+from bridge_fgo.tools.job.names import refuse_overrides_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
 from bridge_fgo.tools.options import takes_offload_options
 from bridge_fgo.tools.plan.log import of_log
@@ -51,6 +52,7 @@ app = typer.Typer(
     help="Fine-grained optimizer-state offload for Megatron-Bridge.",
     epilog="Example: bridge-fgo plan llama3_70b_64gpu --system GB200",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # plain help: "[...]" in these texts is no markup
     pretty_exceptions_enable=False,  # a script's traceback is shown as Python shows it
 )
@@ -195,12 +197,13 @@ for name, short_help in (
 def plan(settings: PlanSettings) -> int:
     """Compute the memory of each pipeline stage's ranks by component, and what the copies cost.
 
-    mcore itself lays the job out; activations are counted for GPTs. Exit status: 0, 1 where training would refuse the
-    config or, with --check, it does not fit; 2 where nothing can be estimated. Of a LOG it says which rank was short by
-    how much, and with which settings the job fits; 1 where it fits with none.
+    mcore itself lays the job out; activations are counted for GPTs. Exit status: 0, 1 if training would refuse the
+    config or given settings of the offload, or if with --check it does not fit; 2 if nothing can be estimated. Of a LOG
+    it says which rank was short by how much, and with which settings the job fits; 1 if it fits with none.
     """
     settings, log = of_log(settings)
     refuse_at_once(settings.target, settings.overrides)
+    refuse_overrides_at_once(settings.target, settings.overrides)
     refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.plan import command
@@ -216,6 +219,7 @@ def doctor(settings: DoctorSettings) -> int:
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target, settings.overrides)
     if settings.target is not None:
+        refuse_overrides_at_once(settings.target, settings.overrides)
         refuse_gpus_at_once(settings.target, settings.gpus, settings.overrides)
     with spinner("importing torch"):
         from bridge_fgo.tools.doctor import run

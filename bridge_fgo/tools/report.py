@@ -242,7 +242,7 @@ def _tensorboard(path: Path, name: str) -> Run:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
-        raise ValueError(f"{path} needs the package tensorboard: pip install 'bridge-fgo[report]'") from None
+        raise ValueError(f"{path} needs the package tensorboard: pip install tensorboard") from None
 
     def begun(file: Path) -> tuple[str, int]:
         """Return when a file was begun: the seconds in its name, then the time on disk."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -18,6 +18,16 @@ def spinner(text: str) -> Iterator[None]:
     console = Console(stderr=True)
     with console.status(text) if console.is_terminal else contextlib.nullcontext():
         yield
+
+
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is, to be copied: what is in brackets is no markup, and only a terminal wraps its line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def are_not_installed(packages: Sequence[str]) -> str:
+    """Return the sentence that packages are missing."""
+    return f"{' and '.join(packages)} {'is' if len(packages) == 1 else 'are'} not installed"
 
 
 def readable_bytes(count: float | None) -> str:

@@ -10,7 +10,7 @@ import torch
 import bridge_fgo
 from bridge_fgo.bridge import compat, refusals
 from bridge_fgo.bridge.optimizers import eligible
-from bridge_fgo.bridge.refusals import Asked, all_refusals, config_refusals, refuse_config
+from bridge_fgo.bridge.refusals import RunConfig, all_refusals, config_refusals, refuse_config
 from bridge_fgo.states.choice import leaves
 
 NATIVE = bridge_fgo.OffloadConfig(engine="native")
@@ -141,7 +141,7 @@ def asked(cfg, changes, patch):
         else:
             patch.setattr(getattr(getattr(cfg, section), compat.TRANSFORMER, getattr(cfg, section)), name, value, False)
     engine = "mcore generation 2" if settings["engine"] == "mcore" else "native"
-    return Asked(cfg, bridge_fgo.OffloadConfig(**settings), engine)
+    return RunConfig(cfg, bridge_fgo.OffloadConfig(**settings), engine)
 
 
 @pytest.mark.parametrize("model", ["a provider", "a builder's config, as saved"])
@@ -153,26 +153,68 @@ def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg,
     for changes in REFUSED[table]:
         with monkeypatch.context() as patch:
             run = asked(cfg, changes, patch)
-            (row,) = [row for row in ROWS[table] if row.told(run) in all_refusals(cfg, run.settings)]
-            assert [row.told(run)] == list(all_refusals(cfg, run.settings)), changes
-            with pytest.raises(ValueError, match=re.escape(row.told(run))):
+            (row,) = [row for row in ROWS[table] if row.text_for(run) in all_refusals(cfg, run.settings)]
+            assert [row.text_for(run)] == list(all_refusals(cfg, run.settings)), changes
+            with pytest.raises(ValueError, match=re.escape(row.text_for(run))):
                 refuse_config(cfg, run.settings)
             names = [name for name in row.names if re.fullmatch(r"\w+\.\w+", name)]
             assert names and all(
-                f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.told(run) for name in names
+                f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.text_for(run) for name in names
             )
-            assert re.search(r"[;:,] (or )?(set|use|leave) ", row.told(run))
+            assert re.search(r"[;:,] (or )?(set|use|leave) ", row.text_for(run))
             unseen = [each for each in unseen if each is not row]
         for left in changes.keys() - BY_DEFAULT:
             with monkeypatch.context() as patch:
                 run = asked(cfg, {path: value for path, value in changes.items() if path != left}, patch)
-                assert row.told(run) not in all_refusals(cfg, run.settings), (changes, left)
+                assert row.text_for(run) not in all_refusals(cfg, run.settings), (changes, left)
     assert not unseen
     assert not list(all_refusals(cfg, NATIVE))
 
 
 def test_the_rows_of_every_table_are_tested():
     assert ROWS.keys() - {"FP8_MOMENTS", "GTP"} == REFUSED.keys()
+
+
+MXFP8 = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+EXPERTS = {"expert_model_parallel_size": 2, "num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "overlap", "advice"),
+    [
+        ({}, {}, "comm_overlap.overlap_grad_reduce=True (which Megatron-Bridge copies to ddp)"),  # of one rank
+        (MXFP8, {"overlap_grad_reduce": True}, "mixed_precision.fp8_param_gather=False (which Megatron-Bridge copies "),
+        (
+            {}, {name: True for name in ("overlap_grad_reduce", "overlap_moe_expert_parallel_comm")},
+            "comm_overlap.overlap_moe_expert_parallel_comm=False (which Megatron-Bridge copies to model)",
+        ),
+    ],
+)  # fmt: skip
+def test_advice_on_what_bridge_copies_between_sections_is_accepted_when_followed(cfg, precision, overlap, advice):
+    from megatron.bridge.training.comm_overlap import CommOverlapConfig
+    from megatron.bridge.training.mixed_precision import MixedPrecisionConfig
+
+    run = bridge_fgo.OffloadConfig(gradients=True)
+    cfg.ddp.overlap_grad_reduce = True
+    vars(cfg.model).update(EXPERTS)
+
+    def refused(precision, overlap):
+        cfg.mixed_precision = MixedPrecisionConfig(bf16=True, **precision)
+        cfg.comm_overlap = CommOverlapConfig(tp_comm_overlap=False, data_parallel_size=1, **overlap)
+        cfg.mixed_precision.setup(cfg.model, cfg.optimizer, cfg.ddp)
+        cfg.comm_overlap.finalize()
+        cfg.comm_overlap.setup(cfg.model, cfg.optimizer, cfg.ddp)
+        return list(all_refusals(cfg, run))
+
+    (refusal,) = refused(precision, overlap)
+    assert advice in refusal and "set ddp." not in refusal
+    followed = [
+        {name: value == "True" for name, value in re.findall(rf"{source}\.(\w+)=(True|False)", refusal)}
+        for source in ("mixed_precision", "comm_overlap")
+    ]
+    assert refused(precision | followed[0], overlap | followed[1]) == []
+    cfg.mixed_precision = cfg.comm_overlap = None
+    assert refusals.as_set_in(cfg, "set ddp.nccl_ub=False") == "set ddp.nccl_ub=False"
 
 
 ACCEPTED = [
@@ -200,7 +242,7 @@ def test_what_is_served_is_not_refused(cfg, monkeypatch, changes):
 
 def test_what_no_engine_of_mcores_serves_is_refused_with_generation_1_too(cfg):
     cfg.model.cuda_graph_impl, cfg.checkpoint.save, cfg.checkpoint.async_save = "full_iteration", "somewhere", True
-    found = [row.setting for row in refusals.OF_ENGINES if row.applies(Asked(cfg, NATIVE, "mcore generation 1"))]
+    found = [row.setting for row in refusals.OF_ENGINES if row.applies(RunConfig(cfg, NATIVE, "mcore generation 1"))]
     assert found == ["model.cuda_graph_impl", "checkpoint.async_save"]
 
 

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bridge_fgo.tools.job.answers import missing_packages
 from bridge_fgo.tools.link import launcher
 from bridge_fgo.tools.settings import Json, option
-from bridge_fgo.tools.show import readable_bytes, readable_number, table
+from bridge_fgo.tools.show import are_not_installed, readable_bytes, readable_number, table
 from harness.arms.runner import ArmRun, Comparison, Event, compare, run_arm
 
 NOT_EQUAL = 1
@@ -100,8 +100,7 @@ def find_device(requested: str, errors: Console) -> str:
     """Return "cuda" or "cpu", and say why not the GPU; ValueError where it, or a package, is missing."""
     if missing := missing_packages():
         raise ValueError(
-            f"{', '.join(missing)} is not installed in this environment: install megatron-bridge 0.6 and "
-            "megatron-core 0.19"
+            f"{are_not_installed(missing)} in this environment: install megatron-bridge 0.6 and megatron-core 0.19"
         )
     with errors.status("Looking for a GPU and Transformer Engine"):
         device, why = choose_device(requested)

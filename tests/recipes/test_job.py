@@ -1,6 +1,9 @@
 """A job's settings: what is refused, also in a dry run as training would, and what executor and ranks get."""
 
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -53,6 +56,14 @@ def test_a_segment_fits_a_rack_and_divides_the_nodes(nodes, segment):
         ({"segment": 16, "nodes": 8}, "segment=16: use a divisor of nodes=8, or 0"),
         ({"segment": 16, "gpus_per_node": 8}, "segment=16: use a divisor of nodes=8, or 0"),
         ({"retries": -1}, "retries=-1: use a number of at least 0"),
+        *(({"time": limit}, f"time={limit!r}: use HH:MM:SS") for limit in ("4h", "", "1:2:3:4", "1-", "04:00:00 ")),
+        *(({"python": name}, f"python={name!r}: use a name or path with") for name in ("", "uv run", "uv run python")),
+        ({"checkpoints": "runs"}, "checkpoints='runs': use an absolute path"),
+        ({"checkpoints": "/it's"}, "use an absolute path without '"),
+        (
+            {"checkpoints": "/data/ck", "container_image": "i", "container_mounts": "/data:/mnt:ro,/b"},
+            "checkpoints='/data/ck' with container_mounts='/data:/mnt:ro,/b': mount the folder",
+        ),
     ],
 )
 def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
@@ -65,6 +76,7 @@ def test_a_mistake_is_an_error_before_anything_is_launched(settings, message):
     [
         *({"account": "acct"}, {"partition": "gb200"}, {"nodes": 1}, {"segment": 0}, {"time": "00:10:00"}),
         *({"container_image": "image"}, {"container_mounts": "/a:/a"}, {"env": "PATH"}, {"retries": 1}),
+        *({"python": "/venv/bin/python"}, {"checkpoints": "/ck"}, {"preflight": False}),
     ],
     ids=lambda setting: next(iter(setting)),
 )
@@ -119,6 +131,80 @@ def test_a_rank_is_given_every_setting_of_the_training(settings, expected, monke
     assert taken == [("tiny", *expected)]
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [
+        ("30", 1800),
+        ("4:30", 270),
+        ("04:00:00", 14400),
+        ("1-2", 93600),
+        ("1-2:3", 93780),
+        ("1-2:3:4", 93784),
+        ("0", None),
+    ],
+)
+def test_a_time_limit_in_any_form_of_slurms_is_read_as_slurm_does(limit, seconds):
+    assert executors.seconds_of(limit) == seconds
+
+
+def lines_before_training(**settings):
+    executor = Job(recipe="llama3_70b_64gpu", account="me", **settings).executor()
+    return executor.setup_lines.splitlines(), executor
+
+
+def test_the_preflight_examines_the_job_that_is_trained_with_its_python_and_binds_on_every_node():
+    settings = {"python": "/venv/bin/python", "checkpoints": "/ck", "fraction": 0.5, "nodes": 8}
+    (preflight, *_), executor = lines_before_training(**settings, overrides="train.train_iters=3 'x=a b'")
+    command = Job(recipe="llama3_70b_64gpu", account="me", **settings, overrides="train.train_iters=3 'x=a b'")
+    words = shlex.split(preflight)
+    assert words[:4] == ["srun", "--ntasks=8", "--ntasks-per-node=1", "--export=ALL"]
+    examined = words[words.index("/venv/bin/python") : words.index("||")]
+    assert examined[1:6] == ["-m", "bridge_fgo", "doctor", "llama3_70b_64gpu", "--gpus=32"]
+    assert examined[6:] == [word for word in command.arguments()[1:] if word != "--offload"]
+    assert command.task().entrypoint == "/venv/bin/python" and executor.retries == 3
+    (tried, *_), _ = lines_before_training(offload=False)
+    assert tried.endswith("""true && "$@"' preflight || { echo 'the preflight refuses this job'; exit 1; }""")
+    assert not any("srun" in line for line in lines_before_training(preflight=False)[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent", "again_after"),
+    [
+        ({"checkpoints": "/ck"}, "URG@600", 14400 - 660),
+        ({"checkpoints": "/ck", "time": "10"}, "URG@150", 600 - 210),
+        ({"checkpoints": "/ck", "time": "UNLIMITED"}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_a_job_with_checkpoints_is_told_to_save_before_its_time_ends_and_is_queued_again(settings, sent, again_after):
+    lines, executor = lines_before_training(**settings)
+    again = [line for line in lines if "scontrol requeue" in line]
+    assert executor.signal == sent and [f"SECONDS > {again_after})" in line for line in again] == [True] * bool(sent)
+
+
+def test_sigurg_ends_a_rank_as_sigterm_does_and_nothing_that_is_forked_from_it():
+    ended = []
+    before = {each: signal.getsignal(each) for each in (signal.SIGURG, signal.SIGTERM)}
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: ended.append(os.getpid()))
+        train.end_on_sigurg()
+        if (child := os.fork()) == 0:
+            signal.raise_signal(signal.SIGURG)
+            os._exit(len(ended))
+        assert os.waitpid(child, 0)[1] == 0
+        signal.raise_signal(signal.SIGURG)
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended == [os.getpid()]
+
+
+def test_a_rank_without_megatron_is_told_what_to_install(monkeypatch):
+    monkeypatch.setattr(train, "source_of", lambda name: None)
+    done = CliRunner().invoke(train.app, ["tiny"])
+    assert done.exit_code == 2 and "recipe='tiny' needs megatron-bridge: pip install" in done.output
+
+
 # --- dry runs ---
 
 
@@ -152,7 +238,7 @@ def plans_here(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"nodes": 3, "gpus_per_node": 2}, "--gpus 6: a pipeline stage has 6 ranks, not divisible by expert 8"),
+        ({"nodes": 3, "gpus_per_node": 2}, "6 GPUs: a pipeline stage has 6 ranks, not divisible by expert 8"),
         ({"overrides": "train.train_iterz=3"}, "there is no setting train.train_iterz; did you mean train.train_iters"),
         ({"overrides": "optimizer.optimizer_cpu_offload=true"}, "optimizer_cpu_offload"),
         (
@@ -189,8 +275,19 @@ def test_every_refusal_of_training_is_shown(asked):
 
 def test_without_megatron_the_dry_run_says_what_it_did_not_check(monkeypatch, asked):
     monkeypatch.setattr(dry_run, "source_of", lambda name: None)
-    (line,) = job(overrides="a=1").check()
-    assert line == "layout and overrides are not checked: this machine lacks megatron.bridge"
     dsv4 = next(recipe for recipe in catalog.RECIPES.values() if recipe.mcore_module)
     assert f"megatron.bridge and {dsv4.mcore_module}" in dry_run.check(dsv4, dsv4.gpus, (), ())
     assert not asked.commands
+    asked.answer.returncode, asked.answer.stderr = 2, "bridge-fgo plan: megatron-bridge is not installed"
+    (line,) = job(overrides="a=1").check()
+    assert line == "layout and overrides are not checked: this machine lacks megatron.bridge"
+
+
+@pytest.mark.usefixtures("plans_here")
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_nodes_on_which_a_layout_does_not_divide_are_refused_also_without_megatron(monkeypatch, is_installed):
+    if not is_installed:
+        monkeypatch.setattr(dry_run, "source_of", lambda name: None)
+    said = "nodes=10 with gpus_per_node=4, 40 GPUs: train.global_batch_size=256 is not divisible by 5 replicas"
+    with pytest.raises(ValueError, match=rf"^recipe llama3_70b_64gpu: {said} .*; 32 or 64 GPUs would do$"):
+        Job(recipe="llama3_70b_64gpu", account="me", nodes=10).check()

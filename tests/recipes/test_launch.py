@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 DSV4 = [
     *("--factory", "dsv4_flash_64gpu", "account=acct", "partition=gb200", "container_image=/images/nemo.sqsh"),
     *("container_mounts=/data:/data,/lustre:/lustre", "env=HF_TOKEN", "retries=2", "fraction=0.5"),
+    "checkpoints=/lustre/ck",
 ]
 
 
@@ -62,8 +63,8 @@ def normalised(text, home):
 
 
 def words_of_srun(text):
-    """Return the words of the one line of shell that starts the processes."""
-    (line,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    """Return the words of the one line of shell that starts the processes, after the preflight's."""
+    (line,) = [line for line in text.splitlines() if line.startswith("srun --output ")]
     return shlex.split(line)
 
 
@@ -163,7 +164,9 @@ def test_a_job_that_was_waited_for_and_did_not_succeed_is_an_error(launch, monke
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        *((f"{argument} --yes", argument.split("=")[0]) for argument in ("acount=me", "nonsense", "fraction=half")),
+        *((f"{argument} --yes", argument.split("=")[0]) for argument in ("acount=me", "nonsense")),
+        ("fraction=half --yes", "^pretrain: fraction=half: use a number$"),
+        ("nodes=ten --yes", "^pretrain: nodes=ten: use a whole number$"),
         *(
             (f"{option} --yes", f"^pretrain: there is no option {option}: settings are NAME=VALUE")
             for option in ("--dry-run", "--fraction=0.5", "-d")

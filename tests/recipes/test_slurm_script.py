@@ -16,6 +16,7 @@ import pytest
 from forked import PATIENCE
 
 from bridge_fgo.recipes import catalog
+from bridge_fgo.recipes.executors import checkpoint_overrides
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "slurm" / "dsv4_flash.sh"
@@ -62,6 +63,7 @@ def test_environment_is_the_recipes(name):
 
 
 BARE = {"NUMA": "0", "CHECKPOINTS": ""}
+SAVED = " ".join(checkpoint_overrides("/c"))
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,8 @@ BARE = {"NUMA": "0", "CHECKPOINTS": ""}
          "16: python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 --fraction 0.5 --engine native a=1",
          "--offload --fraction 0.5 --engine native a=1"),
         ("lr=1 \"x='a b'\"", {"CHECKPOINTS": "/c"},
-         "16: python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 checkpoint.save=/c checkpoint.load=/c "
-         "train.exit_signal_handler=true lr=1 x='a b'",
-         "--offload checkpoint.save=/c checkpoint.load=/c train.exit_signal_handler=true lr=1 x='a b'"),
+         f"16: python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 64 {SAVED} lr=1 x='a b'",
+         f"--offload {SAVED} lr=1 x='a b'"),
         ("", {"SLURM_JOB_NUM_NODES": "8", "SLURM_NTASKS": "32", "PYTHON": "/venv/python"},
          "8: /venv/python -m bridge_fgo doctor dsv4_flash_64gpu --gpus 32", "--offload"),
         # Each task trains tiny by itself, on the CPU without Bridge's config: by default it gets no overrides.
@@ -175,7 +176,12 @@ def test_a_job_that_numactl_cannot_bind_is_refused_by_the_preflight(tmp_path, no
 
 
 def test_a_job_runs_what_the_dry_run_prints_and_slurm_is_asked_for_time_to_save_and_to_queue_it_again(tmp_path):
-    given = {"CONTAINER_IMAGE": "/i.sqsh", "ENV_NAMES": "HF_TOKEN", "CONTAINER_MOUNTS": "/a:/b", "PREFLIGHT": "check"}
+    given = {
+        "CONTAINER_IMAGE": "/i.sqsh",
+        "ENV_NAMES": "HF_TOKEN",
+        "CONTAINER_MOUNTS": "/a:/b,/:/",
+        "PREFLIGHT": "check",
+    }
     _, calls = job(tmp_path, **given)
     lines = dry_run(**SETTINGS | given).splitlines()
     printed = [" ".join(shlex.split(line)) for line in lines if line.startswith("srun ")]
@@ -322,37 +328,54 @@ def test_tiny_trains_by_sbatch(submit, slurm):
 
 @pytest.fixture
 def launch(slurm, tmp_path):
-    """Submit a recipe by NeMo-Run to the one node; returns what its task printed: its environment, then python's."""
-    write_command(tmp_path / "python", f'env\nexec {sys.executable} "$@"\n')
+    """Submit a recipe by NeMo-Run to the one node; returns the job."""
 
     def call(recipe, *arguments):
         node = ["scheduler=slurm", "account=acct", "nodes=1", "gpus_per_node=0", "segment=0", "env=PYTHONPATH"]
         done = subprocess.run(
             [sys.executable, "-m", "recipes.launch", "--factory", recipe, "--yes", "--detach", *node, *arguments],
             cwd=ROOT,
-            env=slurm | {"PATH": f"{tmp_path}:{slurm['PATH']}"},
+            env=slurm,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        job = re.search(r"Job id: (\d+)", done.stdout)[1]
-        wait_for_job(job, slurm)
-        (log,) = Path(slurm["NEMORUN_HOME"]).rglob(f"log-*_{job}_0.out")
-        return log.read_text()
+        return re.search(r"Job id: (\d+)", done.stdout)[1]
 
     return call
 
 
+def printed_by(job, slurm):
+    """Return what a job of NeMo-Run has printed, before training and in it."""
+    return "".join(path.read_text() for path in sorted(Path(slurm["NEMORUN_HOME"]).rglob(f"*_{job}*.out")))
+
+
 @needs_slurm
-def test_tiny_trains_by_nemo_run(launch):
-    assert "iteration        3/       3 |" in launch("tiny", "overrides=train.train_iters=3 train.global_batch_size=2")
+def test_tiny_trains_by_nemo_run_with_the_python_that_is_named(launch, slurm, tmp_path):
+    write_command(tmp_path / "my_python", f'echo "mine $*"\nexec {sys.executable} "$@"\n')
+    job = launch("tiny", f"python={tmp_path}/my_python", "overrides=train.train_iters=3 train.global_batch_size=2")
+    wait_for_job(job, slurm)
+    text = printed_by(job, slurm)
+    assert "iteration        3/       3 |" in text and "Nothing is refused by the offload." in text
+    assert "mine -m bridge_fgo doctor tiny" in text and "mine -m bridge_fgo.recipes.train tiny" in text
+
+
+@needs_slurm
+def test_a_job_of_nemo_run_saves_as_its_time_ends_and_is_queued_again(launch, slurm, tmp_path):
+    trainer, started = tmp_path / "trainer_python", tmp_path / "started"
+    write_command(trainer, f"STARTED={started}\n{TRAINER}")
+    job = launch("tiny", f"python={trainer}", "preflight=false", "checkpoints=/ck", "time=00:01:00")
+    queued = {"JobState=PENDING", "Restarts=1"}  # after about half of its minute
+    wait_until(lambda: queued <= set(output(["scontrol", "show", "job", job], slurm).split()))
+    output(["scancel", job], slurm)
+    assert "saved" in printed_by(job, slurm).splitlines()
 
 
 TRAINER = """\
 echo "restart ${SLURM_RESTART_COUNT:-0}: $*"
 case ${SLURM_RESTART_COUNT:-0} in
-0) trap 'sleep 4; echo "saved"; exit 0' TERM; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
+0) trap 'sleep 4; echo "saved"; exit 0' URG; touch "$STARTED"; for i in {1..600}; do sleep 0.1; done ;;
 1) exit 3 ;;
 esac
 """
@@ -374,7 +397,7 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
         subprocess.run(["scontrol", "update", f"jobid={job}", "StartTime=now"], env=slurm, check=True)
     wait_for_job(job, slurm)
     lines = printed.read_text().splitlines()
-    arguments = "checkpoint.save=/ck checkpoint.load=/ck train.exit_signal_handler=true"
+    arguments = " ".join(checkpoint_overrides("/ck"))
     expected = [f"restart {n}: -m bridge_fgo.recipes.train tiny --offload {arguments}" for n in range(3)]
     assert [line for line in lines if line.startswith("restart ")] == expected
     assert "saved" in lines
@@ -384,7 +407,7 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
 @needs_slurm
 def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, slurm, tmp_path):
     trainer, started = tmp_path / "trainer", tmp_path / "started"
-    write_command(trainer, 'touch "$STARTED"\nsleep 600\n')
+    write_command(trainer, "trap 'exit 1' URG\ntouch \"$STARTED\"\nfor i in {1..600}; do sleep 0.1; done\n")
     job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
     wait_until(started.exists)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)

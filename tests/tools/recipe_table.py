@@ -46,7 +46,7 @@ def row_of(name: str) -> dict[str, Any]:
         target.refuse_at_once(name)
         job = read_job(name, None, {})
         if job.bridge_refuses is not None:
-            return {"why": short(name, f"Bridge refuses it here: {job.bridge_refuses}")}
+            return {"why": short(name, f"Bridge refuses it: {job.bridge_refuses}")}
         estimate = make_estimate(job, job.offload, links())
     except ValueError as error:
         return {"why": short(name, str(error))}
@@ -66,9 +66,10 @@ def cell_of(verdict: Verdict) -> str:
 
 
 def short(name: str, why: str) -> str:
-    """Return the beginning of a reason, without the recipe's name and this machine's folders."""
-    why = re.sub(rf"^(recipe )?'?{name}'?(: | could not be built: )", "", " ".join(why.split()))
+    """Return the beginning of a reason, without the recipe's name, this machine's folders and what is installed."""
+    why = re.sub(rf"^(recipe[ =])?'?{name}'?(: | could not be built: | )", "", " ".join(why.split()))
     why = re.sub(r"\S*/site-packages/", "", why)
+    why = why.replace("the installed megatron-core", f"megatron-core {answers.installed_versions()['megatron-core']}")
     if missing := re.match(r"config\.json of (\S+) is neither", why):
         return NEEDS.format(missing[1])
     return why if len(why) <= LONGEST else f"{why[:LONGEST]}..."

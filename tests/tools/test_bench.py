@@ -140,7 +140,8 @@ def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(
 
 def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_command_is_there():
     assert command.budget_gib(resident_arm()) == 35 * GB / 2**30
-    assert list(get_args(command.Preset)) == list(presets.PRESETS) == list(presets.MICROBATCHES)
+    assert list(get_args(command.Preset)) == list(presets.PRESETS)
+    assert presets.MICROBATCHES.keys() <= presets.PRESETS.keys()
     assert get_args(command.Sharding) == presets.STRATEGIES
 
 
@@ -244,7 +245,7 @@ def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path
     saved = json.loads((tmp_path / "bench.json").read_text())
     assert names_of(saved) == ["resident", "native", "half"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert "--layers 12 " in saved["size"] and "--gbs 16" in saved["size"]
+    assert "--layers 12 " in saved["size"] and "--gbs 8 " in saved["size"]
     assert saved["size"] in " ".join(result.stdout.split())
 
 

@@ -55,6 +55,7 @@ class Builder:
 
     def _made(self, request):
         found = copy.deepcopy(TINY["answer"])
+        found["config"]["train"]["global_batch_size"] *= request["gpus"] or 1  # which is `tiny`'s, of one
         for name, value in self.changes.items():
             section, _, setting = name.partition("__")
             found["config"][section][setting] = value
@@ -179,7 +180,7 @@ def test_what_needs_megatron_says_what_to_install(no_megatron, monkeypatch, tmp_
     monkeypatch.setattr(target, "config_functions", dict)
     (tmp_path / "run_config.yaml").write_text("_target_: ConfigContainer")
     status, output = run(name, *job.split())
-    assert status == 2 and f"{job}: megatron-bridge and megatron-core not installed" in output
+    assert status == 2 and f"{job}: megatron-bridge and megatron-core are not installed" in output
     assert "pip install 'megatron-bridge>=0.6,<0.7' (no GPU is needed)" in output
 
 
@@ -385,7 +386,7 @@ def test_without_megatron_and_a_config_doctor_works_and_settings_of_a_job_are_an
 @pytest.mark.parametrize(
     ("missing", "gpus", "target", "reason"),
     [
-        (["megatron-bridge"], [1], None, "megatron-bridge not installed"),
+        (["megatron-bridge"], [1], None, "megatron-bridge is not installed"),
         ([], [], None, "torch sees no GPU"),
         ([], [], "tiny", ""),
         ([], [1], None, ""),
@@ -400,7 +401,7 @@ def test_what_keeps_a_machine_from_training_is_said(monkeypatch, missing, gpus, 
 def test_a_machine_that_cannot_train_is_status_1_and_its_facts_are_there(monkeypatch):
     are_missing(monkeypatch, "megatron-bridge")
     status, found = told("doctor", "--no-probe")
-    assert status == 1 and found["verdict"].startswith("Cannot train here: megatron-bridge not installed")
+    assert status == 1 and found["verdict"].startswith("Cannot train here: megatron-bridge is not installed")
     assert found["machine"]["host_bytes"] > 0
 
 

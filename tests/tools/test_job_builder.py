@@ -2,6 +2,10 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from built_jobs import FSDP, SMALL, answer, job
@@ -211,3 +215,23 @@ def test_of_a_later_pipeline_stage_no_gradients_move_and_of_the_first_those_of_i
     first, second = plan.stages
     assert 0 < first.moving < first.gradients and second.moving == second.spared == 0
     assert any("stage 1" in note and "3.28 GB" in note for note in plan.notes)
+
+
+USES_SCIPY = """
+from scipy.special import comb
+from bridge_fgo.recipes.tiny import tiny_config
+
+def config():
+    found = tiny_config(on_cpu=False)
+    found.model.num_layers = comb(3, 2, exact=True)
+    return found
+"""
+
+
+def test_a_config_that_uses_what_the_builder_has_hollow_is_built_with_the_package_as_it_is(tmp_path):
+    (tmp_path / "mine.py").write_text(USES_SCIPY)
+    request = {"target": "mine.py:config", "gpus": None, "offload": {}, "vocab_size": None, "overrides": []}
+    words = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request | {"patches": False})]
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["config"]["model"]["num_layers"] == 3

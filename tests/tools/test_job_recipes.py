@@ -45,6 +45,14 @@ def test_a_recipe_comes_with_the_offload_on_and_its_gpus_and_overrides_come_last
         ("train.global_batch_size=1.5", "override train.global_batch_size=1.5: use a whole number$"),
         ("optimizer.lr=fast", "override optimizer.lr=fast: use a number$"),
         ("ddp.overlap_grad_reduce=maybe", "override ddp.overlap_grad_reduce=maybe: use true or false$"),
+        # what would change nothing, or take a section's settings away
+        ("+model.mine=3", r"override \+model\.mine=3: model has no field mine, and nothing would read one$"),
+        (
+            "~model.num_layers",
+            r"override ~model\.num_layers: a field cannot be deleted; set model\.num_layers=null, or",
+        ),
+        ("model=3", r"override model=3: model is a section: write model\.FIELD=VALUE$"),
+        ("env_vars.MINE=1", r"overrides .*; \+env_vars\.MINE=VALUE adds it$"),
     ],
 )
 def test_an_override_that_does_not_fit_is_named_with_what_would(override, answer):
@@ -54,7 +62,11 @@ def test_an_override_that_does_not_fit_is_named_with_what_would(override, answer
 
 
 @pytest.mark.parametrize(
-    "override", ["optimizer.lr=1", "train.exit_interval=null", "checkpoint.save=null", "logger.wandb_project=7"]
+    "override",
+    [
+        *("optimizer.lr=1", "train.exit_interval=null", "checkpoint.save=null", "logger.wandb_project=7"),
+        *("+env_vars.MINE=1", "++model.num_layers=3", "profiling=null", "mixed_precision=bf16_mixed"),
+    ],
 )
 def test_an_override_that_fits_its_setting_is_taken(override):
     recipes.load_config("tiny", [override])
@@ -80,7 +92,7 @@ def test_the_vocabulary_of_every_recipe_is_known_or_its_config_asked_for(name, m
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("os:getcwd", "os:getcwd is a str, and no ConfigContainer"),
+        ("os:getcwd", "os:getcwd: returned str, not Bridge's ConfigContainer"),
     ],
 )
 def test_a_name_that_stands_for_no_config_to_plan_is_answered_with_why(name, answer):

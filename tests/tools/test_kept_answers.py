@@ -1,6 +1,8 @@
 """The answers and the table that are kept of recipes are what is said today; what is told of a name at once."""
 
 import json
+import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,11 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import recipe_table
+import setting_names
 from typer.testing import CliRunner
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.job import answers, table, target
+from bridge_fgo.tools.job import answers, names, table, target
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.main import app
@@ -99,6 +102,55 @@ def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
         target.refuse_at_once("tiny", ["hf_config=no"])
 
 
+def test_without_bridge_a_name_that_its_functions_cannot_have_is_no_recipe(monkeypatch):
+    monkeypatch.setattr(target, "config_functions", dict)
+    target.refuse_at_once("llama3_70b_pretrain_config")
+    with pytest.raises(ValueError, match="there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu"):
+        target.refuse_at_once("llama3_70b")
+
+
+# --- the names of settings ---
+
+
+@pytest.mark.slow
+def test_the_kept_names_are_those_of_the_installed_bridge():
+    program = str(Path(setting_names.__file__))
+    done = subprocess.run([sys.executable, program, "--print"], capture_output=True, text=True, check=True)
+    kept = names.read()
+    assert (kept["names"], kept["versions"]) == (json.loads(done.stdout.splitlines()[-1]), answers.installed_versions())
+
+
+NO_FIELDS = {"use_precision_aware_optimizer_no_fp8_or_ds_fp8", "moe_a2a_overlap"}
+"""Attributes of configs that Bridge's overrides do not reach, as those that begin with an underscore."""
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_every_setting_of_a_recipe_is_among_the_kept_names(name):
+    for section, settings in answers.kept_answer(name, None, {}, None, ())["config"].items():
+        for setting in (setting for setting in settings if setting[0] != "_" and setting not in NO_FIELDS):
+            names.refuse_overrides_at_once(name, [f"{section}.{setting}=1"])
+
+
+def test_names_are_not_judged_of_another_megatron_or_a_class_of_the_users(monkeypatch, tmp_path):
+    saved = tmp_path / "run_config.yaml"
+    saved.write_text(
+        "_target_: megatron.bridge.training.config.ConfigContainer\nddp: null\nmodel: {_target_: my.Model}\n"
+        "train: {_target_: megatron.bridge.training.config.TrainingConfig, of_another_version: 1}\n"
+    )
+    unknown = ["train.train_itres=3"]
+    for known in ("llama3_70b_64gpu", str(saved)):
+        with pytest.raises(ValueError, match=r"train\.train_itres; did you mean train\.train_iters"):
+            names.refuse_overrides_at_once(known, unknown)
+    names.refuse_overrides_at_once(
+        str(saved), ["model.mine=1", "train.of_another_version=2", "env_vars.NAME=1", "+x.y=1"]
+    )
+    names.refuse_overrides_at_once("mine:config", unknown)
+    monkeypatch.setattr(names, "installed_versions", lambda: {"megatron-core": "checkout"})
+    names.refuse_overrides_at_once("llama3_70b_64gpu", unknown)
+    with pytest.raises(ValueError, match=r"did you mean optimizer\.offload\.fraction"):
+        names.refuse_overrides_at_once("llama3_70b_64gpu", ["optimizer.offload.fractoin=0.5"])
+
+
 # --- the table of recipes and systems ---
 
 SAMPLE = (
@@ -116,6 +168,7 @@ def test_every_recipe_of_this_project_and_of_bridge_is_in_the_table():
     assert kept["versions"] == answers.installed_versions() and kept["systems"] == list(SYSTEMS)
     assert {name: row.get("as", name) for name, row in kept["rows"].items()} == recipe_table.names()
     assert all(row.keys() & {"as", "why"} or len(row["cells"]) == len(SYSTEMS) for row in kept["rows"].values())
+    assert not any(re.search(r"\binstalled|\bhere\b", row.get("why", "")) for row in kept["rows"].values())
 
 
 @pytest.mark.slow
@@ -126,7 +179,8 @@ def test_a_row_is_what_plan_says_today(name, builder_is_forked):
 
 def test_the_command_prints_the_recipes_that_have_each_word():
     done = CliRunner().invoke(app, ["recipes", "table", "qwen3", "64gpu", "235b"])
-    head, own, *others = done.stdout.splitlines()
+    versions, head, own, *others = done.stdout.splitlines()
+    assert versions.startswith("What `bridge-fgo plan` said with megatron-bridge 0.6.2, megatron-core 0.19.2, as ")
     assert head.split() == ["recipe", "GPUs", "resident", "offload", *SYSTEMS]
     assert own.split()[1:] == ["64", "142.4", "100.4", "fits", "fits", "fits", "fits", "no?", "offload", "no"]
     assert all(name in line for line in others[:-2] for name in ("qwen3", "64gpu", "235b"))

@@ -28,7 +28,7 @@ PROGRAMS = {
 """By their first word, of commands that are not bridge-fgo's."""
 BUILT_ALONE = "NVTE_FUSED_ATTN=1 plan mycfg.py:ok --json"
 """A plan that has a new process build the model too; the model's own attention kernel is another one."""
-IN_A_PROCESS = {"--version": 3.0, "run ok.py": 18.0, BUILT_ALONE: 120.0}
+IN_A_PROCESS = {"--version": 3.0, "run ok.py": 18.0, BUILT_ALONE: 75.0}
 """Commands with a process of their own, beside those that start NeMo-Run, and their CPU seconds."""
 OF_NEMO_RUN = 120.0
 NOT_IMPORTED = {LIGHT: {"torch", "megatron.core"}, HUB: {"torch", "megatron.core"}, TORCH: {"megatron.core"}}
@@ -41,7 +41,7 @@ COMMANDS = [
     ("run --help", 0, "Usage: bridge-fgo run", LIGHT),
     ("demo --help", 0, "Usage: bridge-fgo demo", LIGHT),
     ("recipes list", 0, "dsv4_flash_64gpu ", LIGHT),
-    ("recipes table", 0, "recipe ", LIGHT),
+    ("recipes table", 0, "What `bridge-fgo plan` said with megatron-bridge ", LIGHT),
     ("recipes table nothere", 2, "bridge-fgo recipes table: no recipe's name has nothere", LIGHT),
     ("recipes", 2, "Usage: bridge-fgo recipes", LIGHT),
     ("plam", 2, "Usage: bridge-fgo", LIGHT),
@@ -74,14 +74,33 @@ COMMANDS = [
     ("plan deepseek_v3_256gpu --activations-gb 100", 0, "Fits on GB200", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H200 --recommend", 0, "Fits only with the offload on 8 GPUs of H200", TORCH),
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
+    ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
+     "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", LIGHT),
+    ("plan llama3_70b_64gpu optimizer.offload.fractoin=0.5", 2, "bridge-fgo plan: overrides optimizer.offload.fractoin="
+     "0.5: there is no setting optimizer.offload.fractoin; did you mean optimizer.offload.fraction?", LIGHT),
+    ("doctor llama3_70b_pretrain_64gpu_h100_bf16_config train.train_itres=3", 2, "bridge-fgo doctor: overrides "
+     "train.train_itres=3: there is no setting train.train_itres; did you mean train.train_iters?", LIGHT),
+    ("plan llama3_70b_64gpu gpus=64", 2, "bridge-fgo plan: overrides gpus=64: write --gpus VALUE", LIGHT),
+    ("plan tiny fraction=0.5", 2, "bridge-fgo plan: overrides fraction=0.5: write optimizer.offload.fraction=", LIGHT),
+    ("plan tiny optimizer.offload.gpu_memory_budget_gib=80GB", 2, "bridge-fgo plan: OffloadConfig.gpu_memory_budget_gib"
+     "='80GB': use a number of GiB above 0, 'auto' or None", LIGHT),
+    ("plan -h", 0, "Usage: bridge-fgo plan", LIGHT),
+    ("plan mycfg.py:ok optimizer.offload.fractoin=1", 2, "bridge-fgo plan: overrides optimizer.offload.frac", LIGHT),
     ("plan tiny --system A100", 2, "bridge-fgo plan: --system A100: use one of GB200", LIGHT),
     ("plan llama3_70b_64gpu --backward-seconds 1", 2, "bridge-fgo plan: --backward-seconds needs --forward", LIGHT),
-    ("plan llama3_70b_64gpu --gpus 60", 2, "bridge-fgo plan: --gpus 60: not divisible by tensor 2", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 100", 2, "bridge-fgo plan: --gpus 100: not divisible by tensor 2 x pipeline 4 x "
+     "context 1 parallel ranks; 64 or 128 GPUs would do", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 40", 2, "bridge-fgo plan: --gpus 40: train.global_batch_size=256 is not divisible "
+     "by 5 replicas x train.micro_batch_size=1; 32 or 64 GPUs would do", LIGHT),
+    ("plan llama3_70b_64gpu --gpus 1024", 2, "bridge-fgo plan: --gpus 1024: a replica has 2 microbatches, which "
+     "pipeline 4 x 5 chunks does not divide; 512 GPUs would do", LIGHT),
     ("plan qwen3_30b_a3b_8gpu --gpus 60 train.micro_batch_size=2", 2, "bridge-fgo plan: --gpus 60: a pipeline", LIGHT),
     ("plan tiny train.micro_batch_size 2", 2, "bridge-fgo plan: override 'train.micro_batch_size' has no '='", LIGHT),
     ("doctor", 1, "Cannot train here: ", TORCH),
     ("plan llama3_8b_pretrain_config", 2, "bridge-fgo plan: config.json of meta-llama/Meta-Llama-3-8B is neither", HUB),
     ("plan qwen3_30b_a3b", 2, "bridge-fgo plan: there is no recipe 'qwen3_30b_a3b'; did you mean qwen3_30b", LIGHT),
+    ("plan llama3_70b", 2, "bridge-fgo plan: there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu or "
+     "llama3_70b_pretrain_config or ", LIGHT),
     ("plan llama3_8b_pretrain_confg", 2, "bridge-fgo plan: there is no recipe 'llama3_8b_pretrain_confg'; did you mean "
      "llama3_8b_pretrain", LIGHT),
     ("plan llama3_70b_pretrain_64gpu_h100_bf16_confg", 2, "bridge-fgo plan: there is no recipe "  # of as many GPUs
@@ -89,7 +108,10 @@ COMMANDS = [
     ("plan llama3_70b_pretrain_96gpu_h100_bf16_config", 2, "bridge-fgo plan: there is no recipe "
      "'llama3_70b_pretrain_96gpu_h100_bf16_config'. `bridge-fgo recipes list`", LIGHT),
     ("plan nowhere.py:mine", 2, "bridge-fgo plan: recipe 'nowhere.py:mine': there is no file 'nowhere.py'", LIGHT),
-    ("plan mycfg.py", 2, "bridge-fgo plan: there is no recipe 'mycfg.py'. `bridge-fgo recipes list`", LIGHT),
+    ("plan mycfg.py", 2, "bridge-fgo plan: mycfg.py: name the function that returns the config, mycfg.py:FUNCTION; it "
+     "has ok, fails", LIGHT),
+    ("plan tiny tiny", 2, "bridge-fgo plan: override 'tiny' has no '=': write SECTION.FIELD=VALUE", LIGHT),
+    ("recipes table LLAMA3_70B", 0, "What `bridge-fgo plan` said with megatron-bridge ", LIGHT),
     ("plan nothere.log", 2, "bridge-fgo plan: there is no recipe and no file 'nothere.log'. `bridge-fgo", LIGHT),
     ("plan xyzzy", 2, "bridge-fgo plan: there is no recipe 'xyzzy'. `bridge-fgo recipes list`", LIGHT),
     ("plan dsv4_flash_64gpu", 2, "bridge-fgo plan: recipe='dsv4_flash_64gpu' needs Megatron-LM's dev branch", LIGHT),
@@ -114,8 +136,8 @@ OF_THE_SECOND_HOUR = [
     ("plan llama3_70b_pretrain_64gpu_h100_bf16_config --system H100", 0, "Fits on 64 GPUs of H100: peak ", BUILT),
     ("plan llama3_70b_pretrain_32gpu_h100_bf16_config --system H100 --recommend", 0,
      "Fits only with the offload on 32 GPUs of H100: peak ", BUILT),
-    ("plan llama3_70b_64gpu model.tensor_parallel_size=4", 2,
-     "bridge-fgo plan: overrides model.tensor_parallel_size=4: there is no setting model.tensor_par", BUILT),
+    ("plan mycfg.py:ok train.train_itres=3", 2, "bridge-fgo plan: overrides train.train_itres=3: there is no setting "
+     "train.train_itres; did you mean train.train_iters?", BUILT),  # it might have a class of its own
     ("plan mycfg:ok", 0, "Fits on GB200", BUILT),
     (BUILT_ALONE, 0, "{", BUILT),
     ("plan mycfg.py:fails", 2, "bridge-fgo plan: recipe 'mycfg.py:fails' could not be built: KeyError: ", BUILT),
@@ -131,8 +153,10 @@ OF_THE_SECOND_HOUR = [
     ("bench natvie", 2, "Usage: bridge-fgo bench", LIGHT),
     ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
     ("launch --factory llama3_70b account=ME", 1, "pretrain: recipe='llama3_70b': there is no such recipe; use", NEMO),
+    ("launch --factory", 1, "pretrain: Option '--factory' requires an argument.", NEMO),
     ("launch --factory llama3_70b_64gpu", 1, "pretrain: account=None: Slurm needs an account; give account=", NEMO),
-    ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "each process", BUILT),
+    ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "nothing is "
+     "saved before the time limit ends, and the job is not queued again then: checkpoints=FOLDER", BUILT),
     ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
 ]  # fmt: skip
 """Status, first line that is no banner of NeMo-Run's, and the kind of what one tries next.
@@ -219,7 +243,7 @@ def test_a_launch_without_nemo_run_says_how_to_install_it():
     module = "sys.modules['nemo_run'] = None; runpy.run_module('bridge_fgo.recipes.launch', None, '__main__')"
     command = [sys.executable, "-c", f"import runpy, sys; {module}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    said = "pretrain: NeMo-Run is not installed: pip install 'bridge-fgo[nemo]'"
+    said = "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
     assert (done.returncode, done.stderr.strip()) == (1, said)
 
 

@@ -90,7 +90,7 @@ def test_an_offload_that_is_refused_fits_nothing():
     refused = estimate(8.0, system="H100", refusals=["no such thing"], flag=False)
     (found,) = verdicts(refused)
     assert found.outcome is Outcome.does_not
-    assert [*lines(refused, [found])][1] == "the offload, with which it would, is refused (below)"
+    assert [*lines(refused, [found])][1] == "with the offload it would fit, but that is refused (below)"
 
 
 @pytest.mark.parametrize("changes", [{"refusals": ["no"]}, {"budget": 20.0}])
@@ -143,6 +143,17 @@ def test_the_first_line_is_the_verdict_also_where_only_a_speed_is_given(capsys):
     assert len(json.loads(json.dumps(as_json(of_speed)))["verdicts"]) == len(SYSTEMS)
 
 
+def test_what_is_printed_to_be_copied_is_in_one_line_and_no_markup(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    advice = "model.offload_modules=[core_attn,attn_proj] " + "optimizer.offload.gpu_memory_budget_gib=auto " * 3
+    made = replace(estimate(8.0, system="H100"), notes=[f"note of {advice}"])
+    print_estimate(
+        Console(), replace(made, job=replace(made.job, refusals=[f"set {advice}"])), first=[f"first {advice}"]
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert {f"first {advice}", f"refused: set {advice}", f"- note of {advice}"} <= set(printed)
+
+
 @pytest.mark.parametrize(
     ("billions", "flag", "status"), [(3.0, False, 0), (8.0, True, 0), (8.0, False, 1), (20.0, True, 1)]
 )
@@ -151,6 +162,15 @@ def test_check_is_a_status(monkeypatch, billions, flag, status):
     settings = command.Settings("x", system="H100", activations_gb=1.0, check=True, json_output=True)
     assert command.run(settings) == status
     assert command.run(replace(settings, check=False)) == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "status"), [(True, {}, 1), (False, {"gradients": "lazy"}, 1), (False, {}, 0)]
+)
+def test_settings_that_are_given_and_refused_are_status_1_also_with_the_flag_unset(monkeypatch, flag, given, status):
+    refused = replace(job(8.0, flag=flag), refusals=["no"], offload=OffloadConfig(**given))
+    monkeypatch.setattr(command, "read_job", lambda *_: refused)
+    assert command.run(command.Settings("x", activations_gb=1.0, system="H200", json_output=True)) == status
 
 
 def test_check_promises_nothing_where_activations_are_not_counted(monkeypatch):

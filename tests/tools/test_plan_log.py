@@ -1,6 +1,7 @@
 """`plan LOG`: from an out-of-memory error to the settings with which the job fits."""
 
 import json
+import shlex
 
 import pytest
 from typer.testing import CliRunner
@@ -83,6 +84,28 @@ def test_a_log_of_a_job_without_the_offload_is_answered_with_a_line_that_makes_i
     assert any("no Configuration Summary" in note for note in found["notes"])
 
 
+WITH_A_NEIGHBOUR = error(beside="Process 3 has 30.00 GiB in use. ", capacity="178.90 GiB", allocated="132.20 GiB")
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (f"--recipe {JOB}\n[rank17]: {WITH_A_NEIGHBOUR}", ()),  # as it ran it would fit a B200 of its own
+        (f"[rank1]: {error(allocated='138.50 GiB')}", ("--job", "nemotron_3_nano_8gpu")),  # activations are the log's
+    ],
+)
+def test_the_check_that_is_printed_fails_for_the_job_as_it_ran_and_passes_as_advised(tmp_path, text, options):
+    found = json.loads(planned(tmp_path, text, *options, "--json").stdout)["recommendation"]
+    _, *command = shlex.split(found["command"])
+    as_it_ran = [word for word in command if word not in found["advised"]["overrides"]]
+    assert as_it_ran != command and "--check" in as_it_ran
+    statuses = [
+        CliRunner().invoke(app, [*words, *changed]).exit_code
+        for words, changed in ((as_it_ran, ["optimizer.offload_optimizer_states=false"]), (command, []))
+    ]
+    assert statuses == [1, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["true", "false"])
 def test_the_way_that_ran_out_of_memory_is_never_advised_again(tmp_path, flag):
@@ -136,7 +159,7 @@ OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore d
         (f"[rank3]: {error()}", (), "It does not say which job it is of: add --job RECIPE"),
         (f"--recipe no_such_config\n[rank3]: {error()}", (), "It names no_such_config, which the installed Megatron-B"),
         (f"[rank3]: {error(capacity='31.74 GiB')}", ("--job", JOB), "No known system has 31.74 GiB: add --system"),
-        (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 GPUs: give --gpus"),
+        (f"[rank64]: {error()}", ("--job", JOB), "the log names rank 64, and the job has 64 ranks: give --gpus"),
         (f"[rank3]: {error()}", ("--job", JOB, "--check", "--system", "H200"), "--check: "),
         (OF_ANOTHER.format("", 1024) + error(), ("--job", JOB),
          f"the log's job has num_layers=48, and {JOB} has 94: give its own recipe"),

@@ -78,6 +78,27 @@ def test_predicted_against_measured(name):
     assert found.step == pytest.approx(seconds, rel=near)
 
 
+@pytest.mark.parametrize(
+    ("ways", "advised"),
+    [
+        ([(1, 1.002, True), (3, 1.0, True)], 0),  # as fast, by what an estimate can tell
+        ([(1, 1.04, True), (3, 1.0, True)], 1),
+        ([(1, 1.0, False), (3, 1.0, True), (3, 0.999, True)], 2),
+        ([(1, 1.0, False)], None),
+    ],
+)
+def test_of_ways_that_are_about_as_fast_the_one_with_the_fewest_settings_is_advised(ways, advised):
+    choices = [recommend.Choice("", ("a=1",) * settings, 1, 1, step, fits, 1, 1.0) for settings, step, fits in ways]
+    assert recommend.advised_of(choices) is (None if advised is None else choices[advised])
+
+
+@pytest.mark.parametrize("less", ["optimizer.offload.gpu_memory_budget_gib=auto", recommend.FLAG_OFF])
+def test_a_setting_by_which_less_is_offloaded_is_no_reason_to_offload_more(less):
+    ways = [((), 9), ((less,), 0)]
+    everything, least = (recommend.Choice("", settings, 1, away, 1.0, True, 1, 1.0) for settings, away in ways)
+    assert recommend.advised_of([everything, least]) is least
+
+
 def test_the_fastest_that_fits_is_advised_and_it_was_the_fastest_measured():
     found = recommendation(f"{TIGHT} --recompute attention")
     assert found.advised is choice(found, "no recomputation, least offload")

@@ -1,4 +1,4 @@
-"""The builder's answers: asked of a process of its own, or kept in files, as building takes half a minute.
+"""The builder's answers: asked of a process of its own, or kept in files, as building takes some 15 s.
 
 `python -m bridge_fgo.tools.job.answers` keeps them anew for this project's recipes, with the Megatron that is
 installed; a test holds them against it.
@@ -56,7 +56,7 @@ def ask_builder(
     request = {"target": target, "gpus": gpus, "offload": offload or {}, "vocab_size": vocab_size, "patches": patches}
     request["overrides"] = list(overrides or ())
     command = [sys.executable, "-m", "bridge_fgo.tools.job.builder", json.dumps(request)]
-    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: about a minute"):
+    with spinner(f"importing Megatron{f' and building {target} without a GPU' if target else ''}: some 15 s"):
         # mcore's messages have sets in them: with a seed of its own each process would order them otherwise.
         seeded = {**os.environ, "PYTHONHASHSEED": "0"}
         done = subprocess.run(
@@ -116,12 +116,17 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
 
     What passes may still be refused: only the builder knows other targets, and what overrides make of the layout.
     """
-    if gpus is None or any(override.lstrip("+~").startswith(("model", "ddp")) for override in overrides or ()):
+    changed = {override.lstrip("+~").partition(".")[0] for override in overrides or ()}
+    if gpus is None or changed & {"model", "ddp"}:
         return
     config = config_at_once(target)
-    model, ddp = (SimpleNamespace(**settings_in(config.get(section) or {})) for section in ("model", "ddp"))
-    if hasattr(model, "tensor_model_parallel_size"):
-        parallel_of(SimpleNamespace(model=model, ddp=ddp), gpus)
+    known = {
+        section: SimpleNamespace(**settings_in(config.get(section) or {}))
+        for section in ("model", "ddp", "train")
+        if section not in changed
+    }
+    if hasattr(known["model"], "tensor_model_parallel_size"):
+        parallel_of(SimpleNamespace(**known), gpus)
 
 
 def config_at_once(target: str) -> dict[str, Any]:
@@ -161,8 +166,9 @@ def main() -> None:
     """Keep what the builder says of every recipe that the installed mcore can build."""
     FOLDER.mkdir(exist_ok=True)
     for recipe in RECIPES.values():
-        if recipe.mcore_module is None or source_of(recipe.mcore_module) is not None:
-            keep(recipe.name, ask_builder(target=recipe.name), installed_versions())
+        answer = ask_builder(target=recipe.name)
+        if "error" not in answer:  # of a model whose config is neither kept nor cached, or that needs another mcore
+            keep(recipe.name, answer, installed_versions())
             print(recipe.name)
 
 

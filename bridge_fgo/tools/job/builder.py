@@ -3,9 +3,10 @@
     python -m bridge_fgo.tools.job.builder REQUEST
 
 REQUEST is JSON: target (or null), gpus, offload (OffloadConfig's arguments), vocab_size, overrides, patches (whether to
-try that all of this package's patches fit). The answer is one JSON object on stdout; whatever Megatron prints goes to
-stderr. With torch's fake process groups for a world of any size, and `te_shapes` for Transformer Engine, Bridge's own
-`runtime_config_update` and model builder make what `pretrain()` makes of the same config.
+try that all of this package's patches fit), whole (whether nothing is hollow; see `unused`). The answer is one JSON
+object on stdout; whatever Megatron prints goes to stderr. With torch's fake process groups for a world of any size, and
+`te_shapes` for Transformer Engine, Bridge's own `runtime_config_update` and model builder make what `pretrain()` makes
+of the same config.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -35,7 +36,7 @@ from bridge_fgo.tools.job.layout import held_by_ranks
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.recipes import load_config
 from bridge_fgo.tools.job.recomputation import TURNED_OFF, kinds, told
-from bridge_fgo.tools.standins import te_shapes
+from bridge_fgo.tools.standins import te_shapes, unused
 from bridge_fgo.tools.standins.cuda import without_gpu
 
 FSDP_SETTINGS = (
@@ -43,8 +44,8 @@ FSDP_SETTINGS = (
     "ddp.data_parallel_sharding_strategy=optim_grads_params"
 )
 PLAIN = (str, int, float, bool, type(None))
-SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer")
-"""The sections of the config that the answer has."""
+SECTIONS = ("model", "optimizer", "train", "ddp", "dist", "checkpoint", "tokenizer", "mixed_precision", "comm_overlap")
+"""The sections of the config that the answer has, of those that are set."""
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +105,8 @@ def examine(request: dict[str, Any]) -> dict[str, Any]:
                 ) from None
             raise ValueError(f"the model could not be built without a GPU: {type(error).__name__}: {error}") from None
         found["recomputations"] = dict(recomputations(as_given, gpus))
-    found["config"] = {section: plain_section(getattr(config, section)) for section in SECTIONS}  # with its vocabulary
+    sections = {name: getattr(config, name, None) for name in SECTIONS}
+    found["config"] = {name: plain_section(each) for name, each in sections.items() if hasattr(each, "__dict__")}
     if peft:
         found["config"]["peft"] = {"kind": type(peft).__name__}
     if hasattr(config.optimizer, "provide"):  # a method, perhaps, that Bridge calls to build the optimizer
@@ -141,8 +143,8 @@ def prepare(config: Any, gpus: int) -> str | None:
             return None
         except Exception as error:  # asserts, ValueErrors and whatever else a setting makes Bridge stumble over
             traceback.print_exc()
-            together = uses_fsdp(config) and "fsdp_dtensor" in str(error)
-            return f"{type(error).__name__}: {error}{f' Set together {FSDP_SETTINGS}' if together else ''}"
+            together, said = uses_fsdp(config) and "fsdp_dtensor" in str(error), " ".join(str(error).split())
+            return f"{type(error).__name__}: {said}{f' Set together {FSDP_SETTINGS}' if together else ''}"
 
 
 def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | str]]:
@@ -178,7 +180,7 @@ def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
 
     flag, optimizer = as_if_set(config.optimizer)
     settings = settings_of(optimizer, OffloadConfig(**offload))
-    sections = {name: getattr(config, name) for name in ("ddp", "dist", "model", "checkpoint")}
+    sections = {name: getattr(config, name, None) for name in SECTIONS if name != "optimizer"}
     refusals = list(all_refusals(SimpleNamespace(optimizer=optimizer, **sections), settings))
     engine = None if refusals else choose_engine(settings, optimizer)
     return {"flag": flag, "refusals": refusals, "engine": engine, "settings": asdict(settings)}
@@ -320,14 +322,25 @@ def plain(value: Any) -> Any:
     raise TypeError(type(value))
 
 
+def start_over(request: dict[str, Any], out: int) -> NoReturn:
+    """Answer in a new process, with all packages as they are; `out` is the file that the answer is for."""
+    os.dup2(out, 1)
+    os.execv(sys.executable, [sys.executable, "-m", __spec__.name, json.dumps(request | {"whole": True})])
+
+
 def main() -> None:
     """Answer the request of the command line."""
     out = os.dup(1)  # what Megatron and its libraries print must not mix with the answer
     os.dup2(2, 1)
+    request = json.loads(sys.argv[1])
+    if not request.get("whole"):
+        unused.install(partial(start_over, request, out))
     te_shapes.install()
-    result = answer(json.loads(sys.argv[1]))
+    result = answer(request)
     with os.fdopen(out, "w", encoding="utf-8") as stdout:
         json.dump(result, stdout)
+    sys.stderr.flush()
+    os._exit(0)  # to take down what was imported takes Python two seconds
 
 
 if __name__ == "__main__":

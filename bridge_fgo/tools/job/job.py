@@ -17,6 +17,7 @@ from bridge_fgo.tools.job.answers import ask_builder, kept_answer, missing_packa
 from bridge_fgo.tools.job.held import Chunk, Held, Tensor
 from bridge_fgo.tools.job.parallel import Parallel, parallel_of
 from bridge_fgo.tools.job.target import without_folder
+from bridge_fgo.tools.show import are_not_installed
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def read_job(
     if not found and (missing := missing_packages()):
         job = " ".join([target, *(overrides or ())])
         raise ValueError(
-            f"{job}: {' and '.join(missing)} not installed, which makes a job of that; pip install "
+            f"{job}: {are_not_installed(missing)}, whose model builder makes a job of that: pip install "
             "'megatron-bridge>=0.6,<0.7' (no GPU is needed). Without it this project's recipes are known as they are, "
             "see `bridge-fgo recipes list`"
         )

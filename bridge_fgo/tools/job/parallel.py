@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,8 @@ class Parallel:
 def parallel_of(config: Any, gpus: int | None) -> Parallel:
     """Return the parallelism of a config on `gpus` ranks; None: the fewest, as data parallelism fills what there is.
 
-    ValueError for a size that is none, also of those that others are divided by (`SIZES`).
+    ValueError for a size that is none, also of those that others are divided by (`SIZES`), and for a number of GPUs on
+    which the model or the global batch cannot be shared: names the nearest that work.
     """
 
     def size(name: str, default: int | None = None) -> int:
@@ -86,4 +88,51 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
     fewest = pipeline * math.lcm(tensor * context, expert * expert_tensor)
     sizes = {name: size(name, default=1) for name in SIZES}
     instances = sizes["ddp.num_distributed_optimizer_instances"]
-    return Parallel(gpus or fewest, tensor, pipeline, context, expert, expert_tensor, instances)
+
+    def laid_out(gpus: int) -> Parallel:
+        parallel = Parallel(gpus, tensor, pipeline, context, expert, expert_tensor, instances)
+        if why := batch_refusal(config, parallel):
+            raise ValueError(f"--gpus {gpus}: {why}")
+        return parallel
+
+    if gpus is None:
+        return Parallel(fewest, tensor, pipeline, context, expert, expert_tensor, instances)
+    try:
+        return laid_out(gpus)
+    except ValueError as error:
+        most = max(gpus + fewest, fewest * sizes["train.global_batch_size"] // sizes["train.micro_batch_size"])
+        first = gpus // fewest * fewest
+        below, above = range(first, 0, -fewest), range(first + fewest, most + 1, fewest)
+        near = [next((str(count) for count in counts if _works(laid_out, count)), "") for counts in (below, above)]
+        do = f"; {' or '.join(filter(None, near))} GPUs would do" if any(near) else ""
+        raise ValueError(f"{error}{do}") from None
+
+
+def _works(laid_out: Callable[[int], Parallel], gpus: int) -> bool:
+    try:
+        parallel = laid_out(gpus)
+    except ValueError:
+        return False
+    return not parallel.stage_ranks % parallel.optimizer_instances
+
+
+def batch_refusal(config: Any, parallel: Parallel) -> str:
+    """Return why the replicas of a model cannot share the global batch; "" if they can or its size is not known.
+
+    An interleaved schedule takes microbatches in groups, one for each stage.
+    """
+    train = getattr(config, "train", None)
+    micro, whole = (getattr(train, f"{name}_batch_size", None) for name in ("micro", "global"))
+    if not micro or not whole or getattr(train, "rampup_batch_size", None) is not None:
+        return ""
+    microbatches, rest = divmod(whole, micro * parallel.data)
+    if rest:
+        return (
+            f"train.global_batch_size={whole} is not divisible by {parallel.data} replicas x "
+            f"train.micro_batch_size={micro}"
+        )
+    chunks = getattr(config.model, "virtual_pipeline_model_parallel_size", None) or 1
+    group = getattr(config.model, "microbatch_group_size_per_vp_stage", None) or parallel.pipeline
+    if chunks > 1 and group == parallel.pipeline and microbatches % group:
+        return f"a replica has {microbatches} microbatches, which pipeline {group} x {chunks} chunks does not divide"
+    return ""

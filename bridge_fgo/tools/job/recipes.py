@@ -56,7 +56,7 @@ def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | 
     if overrides:
         config = overridden(config, overrides)
     if not all(hasattr(config, section) for section in ("model", "optimizer", "ddp")):
-        raise ValueError(f"{target} is a {type(config).__name__}, and no ConfigContainer of Bridge's")
+        raise ValueError(f"{target}: returned {type(config).__name__}, not Bridge's ConfigContainer")
     return config, gpus
 
 
@@ -75,7 +75,7 @@ def _saved(target: str) -> Any:
             file.flush()
             return ConfigContainer.from_yaml(file.name)
     except Exception as error:  # OmegaConf's, Hydra's, and an assert on what is no run config
-        why = f": {type(error).__name__}: {error}" if str(error) else ""
+        why = f": {type(error).__name__}: {' '.join(str(error).split())}" if str(error) else ""
         raise ValueError(f"{target}: no run config as Megatron-Bridge saves it (a run_config.yaml){why}") from error
 
 

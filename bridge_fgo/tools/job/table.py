@@ -34,9 +34,11 @@ def keep(table: dict[str, Any]) -> None:
 def lines(words: Sequence[str] = ()) -> Iterator[str]:
     """Yield the table's lines, of the recipes whose names have each of the words; ValueError where there are none."""
     table = read()
-    rows = {name: row for name, row in table["rows"].items() if all(word in name for word in words)}
+    rows = {name: row for name, row in table["rows"].items() if all(word.lower() in name for word in words)}
     if not rows:
         raise ValueError(f"no recipe's name has {' and '.join(words)}")
+    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
+    yield f"What `bridge-fgo plan` said with {versions}, as this table was made:"
     width = max(map(len, rows))
     heads = ("GPUs", "resident", "offload", *table["systems"])
     yield f"{'recipe':{width}}  {_cells(heads)}"
@@ -47,11 +49,10 @@ def lines(words: Sequence[str] = ()) -> Iterator[str]:
             peaks = (f"{'' if of['counted'] else '>'}{of[peak] / 1e9:.1f}" for peak in ("resident", "offloaded"))
             told = _cells((str(of["gpus"]), *peaks, *of["cells"]))
         yield f"{name:{width}}  {told}"
-    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     yield (
         f"\nGB on the fullest GPU at peak, resident and all offloaded (> without activations, which are not counted); "
         f"{UNKNOWN}: it depends on them, or is a close call. Activations of experts on several ranks, and in FP8, are "
-        f"not held against runs. By `bridge-fgo plan` of {versions}; what a recipe's name says of a GPU is not binding."
+        "not held against runs. What a recipe's name says of a GPU is not binding."
     )
 
 

@@ -1,4 +1,4 @@
-"""What can be told of a job's name before torch and Megatron are imported, which takes half a minute."""
+"""What can be told of a job's name before torch and Megatron are imported, which takes some 15 s."""
 
 from __future__ import annotations
 
@@ -46,7 +46,13 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
             raise ValueError(f"recipe {target!r}: there is no file {module!r}")
     elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
-    elif not module and (known := config_functions()) and target not in known:
+    elif target.endswith(".py") and Path(target).is_file():
+        functions = re.findall(
+            r"^def (\w+)\(", Path(target).read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
+        has = f"; it has {', '.join(functions)}" if functions else ""
+        raise ValueError(f"{target}: name the function that returns the config, {target}:FUNCTION{has}")
+    elif not module and target not in (known := config_functions()) and (known or not target.endswith("_config")):
         raise ValueError(no_recipe(target))
     elif package in ("", "megatron") and folder is None and (model := _model_read_by(function)) is not None:
         fetch(model, planning=True)
@@ -56,7 +62,7 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
 def _bound() -> dict[str, dict[str, str]]:
     """Return of each module of `PACKAGES` its names and their texts, an alias's being the name it stands for.
 
-    By reading Bridge's sources, which takes half a second. To import them takes half a minute.
+    By reading Bridge's sources, which takes half a second. To import them takes some 10 s.
     """
     found: dict[str, dict[str, str]] = {}
     spec = find_spec("megatron")
@@ -132,7 +138,12 @@ def no_recipe(name: str) -> str:
     """Return the error of a name that is no recipe: what it may have meant, and where the names are."""
     said = gpus_of(name)
     known = [one for one in (*RECIPES, *sorted(config_functions())) if said in (None, gpus_of(one))]
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [one for one in known if name.lower() in one][:3]
+    near = sorted(
+        (one for one in known if name and one.startswith(name.lower())),
+        key=lambda one: (one not in RECIPES, "_pretrain_" not in one, len(one)),
+    )[:3]
+    near = near or difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
+    near = near or [one for one in known if name.lower() in one][:3]
     what = "recipe" if name.isidentifier() or Path(name).exists() else "recipe and no file"
     meant = f"; did you mean {' or '.join(near)}?" if near else "."
     return (

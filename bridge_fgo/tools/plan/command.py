@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 
-from bridge_fgo.config import readable
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.options import command_line
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate, make_estimate, not_counted
@@ -18,18 +19,21 @@ from bridge_fgo.tools.plan.options import Settings
 from bridge_fgo.tools.plan.phases import plan_phases, print_phases
 from bridge_fgo.tools.plan.recommend import Recommendation, Recommender
 from bridge_fgo.tools.plan.report import as_json, print_estimate
-from bridge_fgo.tools.plan.systems import SYSTEMS, links
+from bridge_fgo.tools.plan.systems import SYSTEMS, Link, links
 from bridge_fgo.tools.plan.verdict import Outcome, verdicts
 
 REFUSED = 1
-OF_A_CHECK = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "activations_gb")
+OF_A_CHECK = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "activations_gb", "room_gib")
 """Options that decide whether a job fits."""
+HUNDREDTHS = 100
+"""Figures of a log are rounded to hundredths, so that the check that is printed has the same."""
 
 
 def run(settings: Settings, log: Log | None = None) -> int:
     """Print the estimate; return 1 where training, or with phases `Residency`, would refuse the job, else 0.
 
-    Or where it does not fit and that is checked, or where of a log's job no way fits.
+    Also 1 if settings of the offload are given that training would refuse once the flag is set, if the job does not fit
+    and that is checked, or if no way to run a log's job fits.
 
     Raises:
         ValueError: a setting or the config makes no estimate possible; says which and what to do.
@@ -38,17 +42,20 @@ def run(settings: Settings, log: Log | None = None) -> int:
     job = read_job(settings.target, settings.gpus, settings.offload, settings.vocab_size, settings.overrides)
     if job.bridge_refuses is not None:
         raise ValueError(f"Megatron-Bridge refuses this config: {job.bridge_refuses}")
-    activations = None if settings.activations_gb is None else int(settings.activations_gb * 1e9)
-    given = settings.forward_seconds, settings.backward_seconds, activations
-    estimate = make_estimate(job, job.offload, of_links, *given)
+    estimate = _estimate(job, settings, of_links)
     shortage = None if log is None else Shortage(log, estimate)
     if shortage is not None and not estimate.knows_activations:
         # Then the log's are the only ones: what was needed beside the rest.
-        given = *given[:2], max(1, shortage.uncounted)
-        estimate = make_estimate(job, job.offload, of_links, *given)
-        shortage = replace(shortage, estimate=estimate)
-    room = None if shortage is None else min(shortage.room, SYSTEMS[of_links[0].name].room)
-    recommendation = Recommender(job, of_links[0], *given, room).recommend() if settings.recommend else None
+        counted = math.ceil(HUNDREDTHS * shortage.uncounted / 1e9) / HUNDREDTHS
+        settings = replace(settings, activations_gb=max(1 / HUNDREDTHS, counted))
+        shortage = replace(shortage, estimate=_estimate(job, settings, of_links))
+    if shortage is not None:
+        room = min(shortage.room, estimate.room or SYSTEMS[of_links[0].name].room)
+        settings = replace(settings, room_gib=math.floor(HUNDREDTHS * room / 2**30) / HUNDREDTHS)
+        estimate = _estimate(job, settings, of_links)
+    given = settings.forward_seconds, settings.backward_seconds, _activations(settings)
+    recommender = Recommender(job, of_links[0], *given, estimate.room) if settings.recommend else None
+    recommendation = None if recommender is None else recommender.recommend()
     if recommendation is not None and (way := recommendation.advised or recommendation.fewest) is not None:
         on = settings if way is recommendation.advised else replace(settings, gpus=way.gpus)
         recommendation = replace(recommendation, command=check_of(on, way.overrides))
@@ -77,7 +84,18 @@ def run(settings: Settings, log: Log | None = None) -> int:
             raise ValueError(f"--check: {not_counted(job.config)}; give --activations-gb")
         if not verdict.is_trainable(job.flag):
             return REFUSED
-    return REFUSED if job.flag and estimate.refusals and log is None else 0
+    is_asked_for = job.flag or job.offload != OffloadConfig()
+    return REFUSED if is_asked_for and estimate.refusals and log is None else 0
+
+
+def _activations(settings: Settings) -> int | None:
+    return None if settings.activations_gb is None else int(settings.activations_gb * 1e9)
+
+
+def _estimate(job: Job, settings: Settings, of_links: list[Link]) -> Estimate:
+    times = settings.forward_seconds, settings.backward_seconds
+    room = None if settings.room_gib is None else int(settings.room_gib * 2**30)
+    return make_estimate(job, job.offload, of_links, *times, _activations(settings), room=room)
 
 
 def check_of(settings: Settings, advice: Sequence[str]) -> str:
@@ -111,7 +129,8 @@ class Shortage:
         beyond = [error.rank for error in self.log.errors if error.rank is not None and error.rank >= gpus]
         if beyond:
             raise ValueError(
-                f"the log names rank {beyond[0]}, and the job has {gpus} GPUs: give --gpus or another --job"
+                f"the log names rank {beyond[0]}, and the job has {gpus} rank{'' if gpus == 1 else 's'}: give --gpus "
+                "or another --job"
             )
 
     @property
@@ -149,7 +168,8 @@ class Shortage:
         if self.uncounted:
             yield f"The log shows {readable(self.uncounted)} that the plan does not count"
         room = f"By the log a peak may have {readable(self.room)}"
-        yield f"{room}, with the plan's margin {readable(found.room)}" if found.room < self.room else room
+        is_rounded = found.room > self.room - 2**30 / HUNDREDTHS
+        yield room if is_rounded else f"{room}, with the plan's margin {readable(found.room)}"
         if found.advised is not None:
             added, step = found.advised.step - found.choices[0].step, found.choices[0].step
             yield f"What is advised adds {added:.2f} s to a step of {step:.2f} s, by the plan"

@@ -120,7 +120,8 @@ class LinkEstimate:
 class Estimate:
     """A job's memory and copies.
 
-    states: of each rank of each stage. pinned: bytes of each rank, in the order in which they fill nodes.
+    states: of each rank of each stage. pinned: bytes of each rank, in the order in which they fill nodes. room: bytes
+    that a peak may have; None for those of the system.
     """
 
     job: Job
@@ -130,6 +131,7 @@ class Estimate:
     pinned: list[int]
     links: list[LinkEstimate]
     notes: list[str]
+    room: int | None = None
 
     @property
     def resident_peak(self) -> int:
@@ -169,12 +171,14 @@ def make_estimate(
     backward: float | None = None,
     activations: int | None = None,
     states: list[list[StateBytes]] | None = None,
+    room: int | None = None,
 ) -> Estimate:
     """Return the estimate of a job with some offload, by default its own, and of its copies on some links.
 
     forward, backward: seconds of one microbatch on a rank, where the user knows them; backward is twice the forward by
     default. activations: peak of each stage in bytes, where the user knows it; else they are counted. states: of a
-    job of the same tensors, and of an offload that differs in its budget alone; else they are worked out.
+    job of the same tensors, and of an offload that differs in its budget alone; else they are worked out. room: see
+    `Estimate`.
 
     Raises:
         ValueError: the states are not those of Adam or Muon, or under Megatron-FSDP not of Adam, so that there is
@@ -192,8 +196,8 @@ def make_estimate(
     is_auto = offload.gpu_memory_budget_gib == "auto"
     # Training measures what "auto" is. Here it is the room of the one system that was named; without one, or without
     # counted activations, everything is offloaded.
-    room = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
-    budget = room if is_auto else offload.gpu_memory_budget_bytes
+    of_system = SYSTEMS[links[0].name].room if len(links) == 1 and links[0].name in SYSTEMS else None
+    budget = (room or of_system) if is_auto else offload.gpu_memory_budget_bytes
     stages, loads = [], []
     for stage, (held, of_ranks) in enumerate(zip(job.held, states, strict=True)):
         of_job = activation_bytes(job, stage) if activations is None else activations
@@ -215,7 +219,7 @@ def make_estimate(
     notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
-    return Estimate(job, offload, stages, states, pinned, of_links, notes)
+    return Estimate(job, offload, stages, states, pinned, of_links, notes, room)
 
 
 def _stage_estimate(

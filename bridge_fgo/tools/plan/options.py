@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from bridge_fgo.config import readable
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.settings import JobSettings, option
 
@@ -37,6 +38,9 @@ class Settings(JobSettings):
     activations_gb: Annotated[float | None, option("Peak of a rank's activations in GB, instead of counting them.")] = (
         None
     )
+    room_gib: Annotated[
+        float | None, option("GiB of --system's GPU that a peak may have; all but a 16th by default.")
+    ] = None
     check: Annotated[
         bool, option("Status 1 where the job does not fit --system with the flag as it is.", "--check")
     ] = False
@@ -53,14 +57,17 @@ class Settings(JobSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         links(self.system, self.link_gbs, self.gpus_per_node)
-        for name, unit in (("forward_seconds", "seconds"), ("backward_seconds", "seconds"), ("activations_gb", "GB")):
+        units = {"forward_seconds": "seconds", "backward_seconds": "seconds", "activations_gb": "GB", "room_gib": "GiB"}
+        for name, unit in units.items():
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {value}: use a number of {unit} above 0")
         if (limit := self.host_memory_limit_gib) is not None and not (self.phases and limit > 0):
             raise ValueError(f"--host-memory-limit-gib {limit}: use a number of GiB above 0, with --phases")
-        for name in ("check", "recommend"):
+        for name in ("check", "recommend", "room_gib"):
             if getattr(self, name) and self.system is None:
-                raise ValueError(f"--{name} needs --system, one of {', '.join(SYSTEMS)}")
+                raise ValueError(f"--{name.replace('_', '-')} needs --system, one of {', '.join(SYSTEMS)}")
+        if self.room_gib and self.system and self.room_gib * 2**30 > (most := SYSTEMS[self.system.upper()].gpu_bytes):
+            raise ValueError(f"--room-gib {self.room_gib}: the GPU of {self.system} has {readable(most)}")
         if self.backward_seconds is not None and self.forward_seconds is None:
             raise ValueError("--backward-seconds needs --forward-seconds")

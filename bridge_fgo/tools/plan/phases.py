@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from bridge_fgo.bridge.refusals import is_layer_wise
-from bridge_fgo.sleep.states import DEFAULTS
-from bridge_fgo.sleep.weights import fitting
+from bridge_fgo.sleep.host_budget import fitting
+from bridge_fgo.sleep.state_offloader import DEFAULTS
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines
 from bridge_fgo.tools.plan.report import seconds as in_seconds
 from bridge_fgo.tools.plan.state import is_served_by_mcore, states_of_stage
 from bridge_fgo.tools.plan.systems import Link
-from bridge_fgo.tools.show import table
+from bridge_fgo.tools.show import table, tell
 
 SLEEP, ALONE, REST, SLEEP_ALL, WAKE_ALL, REFERENCE = (
     "sleep, of an iteration",
@@ -245,12 +245,12 @@ def print_phases(console: Console, phases: Phases) -> None:
     """Print what a sleep frees, and what each move copies and how long that takes."""
     stage = phases.fullest
     freed = stage.params + stage.grads + stage.optimizer
-    console.print(
+    tell(
+        console,
         f"Asleep, the fullest rank of stage {stage.stage} frees {gigabytes(freed)} GB: "
         f"parameters {gigabytes(stage.params)}, "
         f"gradients {gigabytes(stage.grads)}, masters and moments {gigabytes(stage.optimizer)}",
-        style="bold",
-        markup=False,
+        "bold",
     )
     kinds = [(name, *map(gigabytes, nbytes)) for name, *nbytes in map(dict.values, stage.moves)]
     console.print(table("GB that cross the link", ("move", "params", "grads", "optimizer", "all"), kinds))
@@ -258,4 +258,4 @@ def print_phases(console: Console, phases: Phases) -> None:
     console.print(table("Seconds", ("move", *(link.title for link, _ in phases.seconds)), times))
     print_lines(console, phases.notes)
     for refusal in phases.refusals:
-        console.print(f"refused by Residency: {refusal}", markup=False, style="red")
+        tell(console, f"refused by Residency: {refusal}", "red")

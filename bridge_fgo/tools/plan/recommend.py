@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,10 +14,10 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import batch_refusal
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
     adapters_of,
-    chunks_of,
     copied_bytes,
     is_unfused,
     offload_modules,
@@ -36,6 +37,8 @@ with 16 cores, 1.470 s against 0.501 s resident at 1.641 billion parameters (`te
 several GPUs share a host, as many times that as one of them copies slower than alone: both use the host's memory."""
 AGAIN = " recomputed"
 """The names of kinds of recomputation end with this."""
+TIE = 0.03
+"""A share of a step by which estimates do not tell ways apart: activation offload took up to as much more in runs."""
 HYBRID_HOST_BYTES = 16
 """Bytes of host memory of it a parameter: masters, two moments and the gradient in fp32."""
 
@@ -64,10 +67,10 @@ class Choice:
 class Recommendation:
     """The ways to run a job on a system.
 
-    choices: the first is the config as it is, with all on the GPU. advised: the fastest that fits; None where none
-    does. terms: what the times are made of. room: bytes that a peak may have. fewest: the way that fits on the fewest
-    GPUs, with the same layout but for data parallelism; None where none does, or where that is not known. command: that
-    checks what is advised, or else the fewest.
+    choices: the first is the config as it is, with all on the GPU. advised: see `advised_of`. terms: what the times are
+    made of. room: bytes that a peak may have. fewest: the way that fits on the fewest GPUs, with the same layout but
+    for data parallelism; None where none does, or where that is not known. command: that checks what is advised, or
+    else the fewest.
     """
 
     choices: list[Choice]
@@ -91,11 +94,27 @@ class Recommendation:
         if self.advised is self.choices[0]:
             what = "as configured; nothing needs to leave the GPU"
             return ": ".join(("Recommended", what, *self.advised.overrides))  # which unset the flag
-        change = self.change(self.advised)
+        change, settings = self.change(self.advised), shlex.join(self.advised.overrides)
         faster = f"{abs(change):.0%} {'faster' if change < 0 else 'slower'} than resident"
         if not self.choices[0].fits:
             faster += ", which does not fit"
-        return f"Recommended: {self.advised.name} ({faster}): {' '.join(self.advised.overrides)}"
+        return ": ".join(("Recommended", f"{self.advised.name} ({faster})", *filter(None, [settings])))
+
+
+def advised_of(choices: list[Choice]) -> Choice | None:
+    """Return of the ways that fit, and that are about as fast as the fastest, the one that changes the fewest settings.
+
+    Not counted is how much of the states is offloaded: what less copying saves, an estimate does tell.
+    """
+    fitting = [choice for choice in choices if choice.fits]
+    fastest = min((choice.step for choice in fitting), default=0.0)
+    as_fast = [choice for choice in fitting if choice.step <= fastest * (1 + TIE)]
+
+    def order(choice: Choice) -> tuple[float, ...]:
+        settings = [each for each in choice.overrides if not each.startswith((BUDGET, FLAG_ON, FLAG_OFF))]
+        return len(settings), choice.step, choice.offloaded
+
+    return min(as_fast, key=order, default=None)
 
 
 class Recommender:
@@ -146,7 +165,7 @@ class Recommender:
         self._hybrid_seconds = HYBRID_SECONDS * link.one_way / self._in_node.one_way
 
     def recommend(self) -> Recommendation:
-        """Return the ways to run the job, and the fastest that fits."""
+        """Return the ways to run the job, and the one to take."""
         choices: list[Choice] = []
         kinds, left_out = self._recomputations()
         terms = [*self._terms(self._compute(self._job), kinds)]
@@ -172,8 +191,7 @@ class Recommender:
             if not found:
                 left_out[name] = "it does not fit, nor with the offload"
             choices += found
-        fitting = [choice for choice in choices if choice.fits]
-        advised = min(fitting, key=lambda choice: (choice.step, choice.offloaded), default=None)
+        advised = advised_of(choices)
         choices += [*self._larger_micro_batch(), *self._hybrid()]
         on_others, fewest = self._on_other_gpus(choices)
         choices += on_others
@@ -310,15 +328,11 @@ class Recommender:
 
     def _takes(self, gpus: int) -> bool:
         """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""
-        train, model = self._job.config.train, self._job.config.model
         try:
             parallel = replace(self._job.parallel, gpus=gpus)
         except ValueError:
             return False
-        microbatches, rest = divmod(train.global_batch_size, train.micro_batch_size * parallel.data)
-        # The interleaved schedule takes microbatches in groups, one for each stage.
-        group = parallel.pipeline if chunks_of(model) > 1 else 1
-        return not rest and not microbatches % group and not parallel.stage_ranks % parallel.optimizer_instances
+        return not batch_refusal(self._job.config, parallel) and not parallel.stage_ranks % parallel.optimizer_instances
 
     def _recomputations(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.recommend import Recommendation
 from bridge_fgo.tools.plan.verdict import lines, verdicts
-from bridge_fgo.tools.show import table
+from bridge_fgo.tools.show import table, tell
 
 GRID = 10**7
 """Bytes that printed figures are rounded to, before they are added up: so rows add up as printed."""
@@ -62,12 +62,12 @@ def as_json(estimate: Estimate) -> dict[str, Any]:
 
 def print_recommendation(console: Console, found: Recommendation) -> None:
     """Print what is advised, the other ways beside it, and what their times are made of."""
-    console.print(found.sentence, markup=False, style="bold")
+    tell(console, found.sentence, "bold")
     if found.advised is not None and found.advised.close:
-        console.print(found.advised.close, markup=False, style="bold")
+        tell(console, found.advised.close, "bold")
     if found.command:
-        console.print(found.command, markup=False, soft_wrap=True)  # whole, to be pasted
-        console.print("doctor, recipes.launch, a script under run, and Slurm take the settings after --check too.")
+        tell(console, found.command)
+        tell(console, "doctor, recipes.launch, a script under run, and Slurm take the settings after --check too.")
     ways = table(
         f"Ways to run it; room {gigabytes(found.room)} GB (?: a close call)",
         ("way", "peak GB", "fits", "offloaded", "step s", "change", "tokens/s/GPU"),
@@ -90,14 +90,14 @@ def print_recommendation(console: Console, found: Recommendation) -> None:
     console.print(ways)
     if found.fewest is not None:
         fewest = f"{found.fewest.gpus} ({found.fewest.name})"
-        console.print(f"The fewest GPUs that fit, with this layout and global batch: {fewest}", markup=False)
+        tell(console, f"The fewest GPUs that fit, with this layout and global batch: {fewest}")
     print_lines(console, found.terms)
 
 
 def print_lines(console: Console, texts: Iterable[str]) -> None:
     """Print lines of a list."""
     for text in texts:
-        console.print(f"- {text}", markup=False)
+        tell(console, f"- {text}")
 
 
 def print_estimate(
@@ -105,19 +105,20 @@ def print_estimate(
 ) -> None:
     """Print the first lines or the verdict, what is advised where that was asked, and the tables."""
     for line in first or lines(estimate, verdicts(estimate)):
-        console.print(line, markup=False, style="bold")
+        tell(console, line, "bold")
     word = "refused" if estimate.job.flag else "refused, once the flag is set"
     for refusal in estimate.refusals:
-        console.print(f"{word}: {refusal}", markup=False, style="red")
+        tell(console, f"{word}: {refusal}", "red")
     if recommendation is not None:
         print_recommendation(console, recommendation)
     job, parallel = estimate.job, estimate.job.parallel
     has_experts = any(tensor.expert for stage in range(parallel.pipeline) for tensor in job.tensors(stage))
     experts = f"expert states over {parallel.shards(True)}; " if has_experts else ""
-    console.print(
-        f"{parallel.gpus} GPUs: tensor {parallel.tensor}, pipeline {parallel.pipeline}, context {parallel.context}, "
-        f"expert {parallel.expert}; dense states over {parallel.shards(False)} ranks, {experts}"
-        f"{job.microbatches} microbatches a step"
+    tell(
+        console,
+        f"{parallel.gpus} GPU{'' if parallel.gpus == 1 else 's'}: tensor {parallel.tensor}, pipeline "
+        f"{parallel.pipeline}, context {parallel.context}, expert {parallel.expert}; dense states over "
+        f"{parallel.shards(False)} ranks, {experts}{job.microbatches} microbatches a step",
     )
     parts = ("params", "grads", "masters", "moments", "activ.", "other")
     console.print(
@@ -155,17 +156,20 @@ def _print_links(console: Console, estimate: Estimate) -> None:
     title = "A node's pinned memory, and the copies of the fullest rank in seconds"
     heads = ("system", "GPUs", "pinned GB", "GB/s", "one way", "bare floor", "floor", "hidden from")
     console.print(table(title, heads, rows, bold="floor", padding=0))  # fits into 80 columns, as the other
-    console.print(
+    tell(
+        console,
         "GB/s: D2H/H2D/each way with both busy (*: not measured here). Floor: the least that a step gets longer by; "
-        "bare: with nothing to hide behind. Hidden from: a microbatch's forward in seconds from which nothing is added."
+        "bare: with nothing to hide behind. Hidden from: the shortest forward of a microbatch, in seconds, that hides "
+        "all copies.",
     )
     moving, times = max(stage.moving for stage in estimate.stages), estimate.job.microbatches - 1
     if moving and times:
         enough = [f"{seconds(row.gradient_seconds)} ({row.link.title})" for row in estimate.links]
-        console.print(
+        tell(
+            console,
             f"Gradients: up to {gigabytes(moving)} GB of a rank leave after each microbatch but the last and return "
             f"before the next, {gigabytes(2 * times * moving)} GB over the link a step. They hide where forward and "
-            f"backward of a microbatch take this many seconds: {', '.join(enough)}."
+            f"backward of a microbatch take this many seconds: {', '.join(enough)}.",
         )
     sources = (f"{row.link.title}, {row.link.figures} GB/s: {row.link.source}" for row in estimate.links)
     print_lines(console, sources)

@@ -29,8 +29,8 @@ class Verdict:
     """The outcome on a system, and the bytes that it comes from.
 
     resident, offloaded: peaks of the fullest rank, as configured and with the offload as its settings say; lower bounds
-    where activations are not known. room: of a GPU, less a 16th. why: what stands in the way beside the GPU's memory,
-    or "". close: see `close_call`.
+    where activations are not known. room: that was given, or of a GPU, less a 16th. why: what stands in the way beside
+    the GPU's memory, or "". close: see `close_call`.
     """
 
     system: str
@@ -55,7 +55,7 @@ def verdicts(estimate: Estimate) -> list[Verdict]:
 
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
-    of_host, room = SYSTEMS[system].host_bytes, SYSTEMS[system].room
+    of_host, room = SYSTEMS[system].host_bytes, estimate.room or SYSTEMS[system].room
     flag, pinned = estimate.job.flag, sum(estimate.fullest_node(gpus))
     resident, offloaded = estimate.resident_peak, estimate.offloaded_peak
     why = ""
@@ -71,7 +71,7 @@ def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     elif resident <= room:
         outcome = Outcome.fits
     elif estimate.refusals:
-        outcome, why = Outcome.does_not, "the offload, with which it would, is refused (below)"
+        outcome, why = Outcome.does_not, "with the offload it would fit, but that is refused (below)"
     else:
         outcome = Outcome.with_offload
     # A budget has the engine offload more where a peak is above what was counted.
