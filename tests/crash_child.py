@@ -23,6 +23,9 @@ OF_KEPT = ("kept_steps.py", "slab.py", "host_buffer.py", "transfers.py", "slab_q
 """Files whose calls are counted to end a process at one of them."""
 
 
+MOST_CALLS = 4000
+
+
 class Ended(RuntimeError):
     """What an attempt ends by, where that is an exception."""
 
@@ -31,20 +34,22 @@ class Ended(RuntimeError):
 class End:
     """How a rank of an attempt ends: "SIGKILL", "raise" or "abort", at its so manieth call in `OF_KEPT`.
 
-    With `seconds` by SIGKILL, so long after its first step has begun: at any instruction.
+    With `seconds` by SIGKILL, so long after its first step has begun: at any instruction. Both are counted from the
+    start of Bridge's setup if it `is_early`.
     """
 
     rank: int
     how: str = "SIGKILL"
     call: int = 0
     seconds: float = 0.0
+    is_early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A training: `arm` has options of `harness.arms.gpu`; the rest is in the fields."""
 
-    folder: Path
+    folder: Path = Path()
     keeper: str = ""
     ranks: int = 1
     steps: int = 6
@@ -145,7 +150,7 @@ def _train(rank: int, job: Job) -> None:
     class Watcher(Callback):
         def on_train_start(self, context) -> None:
             tell(event="begin", step=context.state.train_state.step)
-            self.is_ending = job.end is not None and job.end.rank == rank
+            self.is_ending = job.end is not None and job.end.rank == rank and not job.end.is_early
 
         def on_train_step_start(self, context) -> None:
             if self.is_ending:
@@ -164,6 +169,8 @@ def _train(rank: int, job: Job) -> None:
             sys.setprofile(None)
             tell(event="end", **everything(context))
 
+    if job.end is not None and job.end.rank == rank and job.end.is_early:
+        end_this_process(job.end, tell)
     pretrain(config, forward_step, callbacks=[Watcher()])
     tell(event="over")
     events.close()
@@ -317,14 +324,6 @@ class Kept:
         os.close(self._read), os.close(self._write)
 
 
-def train_through(job: Job, ends: list[End]) -> Seen:
-    """Train to the end, through attempts that end as told; one after another, while the training lasts."""
-    for end in [*ends, None]:
-        if run(dataclasses.replace(job, end=end)) == [0] * job.ranks:
-            break
-    return seen(job)
-
-
 def require_same(killed: Seen, whole: Seen, most_again: int = 2) -> None:
     """Fail where anything of any rank differs from the training that nothing ended, or more was done again."""
     for rank, events in enumerate(killed.events):
@@ -343,9 +342,10 @@ def require_same(killed: Seen, whole: Seen, most_again: int = 2) -> None:
                 assert last + 1 - event["step"] <= most_again - 1, f"{last + 1 - event['step']} finished steps again"
 
 
-def random_ends(seed: int, count: int, ranks: int, calls: int, hows=("SIGKILL", "raise", "abort")) -> list[End]:
-    """Return so many ends of ranks, at random calls."""
-    generator = random.Random(seed)
-    return [
-        End(generator.randrange(ranks), generator.choice(hows), call=generator.randint(1, calls)) for _ in range(count)
-    ]
+def random_end(generator: random.Random, ranks: int) -> End:
+    """Return an end of a rank by any means, at any instruction of its first steps, or of its start."""
+    rank, is_early = generator.randrange(ranks), generator.random() < 0.25
+    how = generator.choice(("SIGKILL", "raise", "abort", "after a time"))
+    if how == "after a time":
+        return End(rank, seconds=generator.uniform(0.0, 2.0 if is_early else 0.5), is_early=is_early)
+    return End(rank, how, call=generator.randint(1, 2000 if is_early else MOST_CALLS), is_early=is_early)
