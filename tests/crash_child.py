@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import children
+import fused_adam
 import torch
 
 from bridge_fgo.memory.keeper import VARIABLE, Keeper
@@ -35,7 +36,7 @@ class End:
     """How a rank of an attempt ends: "SIGKILL", "raise" or "abort", at its so manieth call in `OF_KEPT`.
 
     With `seconds` by SIGKILL, so long after its first step has begun: at any instruction. Both are counted from the
-    start of Bridge's setup if it `is_early`.
+    start of Bridge's setup if it `is_early`. With `step` by SIGKILL, before that step begins.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class End:
     call: int = 0
     seconds: float = 0.0
     is_early: bool = False
+    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Job:
 
     folder: Path = Path()
     keeper: str = ""
+    """Name of the keeper, with {rank} if each rank is to be a node of its own."""
     ranks: int = 1
     steps: int = 6
     arm: tuple[str, ...] = ()
@@ -61,7 +64,9 @@ class Job:
     end: End | None = None
     tries: int = 1000
     """Of starts from one step."""
-    environment: tuple[tuple[str, str], ...] = ()
+    other_code: bool = False
+    is_fused: bool = False
+    """Whether Adam is Transformer Engine's (a stand-in), whose states mcore can save."""
 
 
 ON_GLOO = (("model.sequence_parallel", False), ("model.moe_token_dispatcher_type", "allgather"))
@@ -90,9 +95,9 @@ def attempt(rank: int, job: Job, port: int) -> None:
     file = os.open(job.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(WORLD_SIZE=str(job.ranks), LOCAL_WORLD_SIZE=str(job.ranks), **dict(job.environment))
+    os.environ.update(WORLD_SIZE=str(job.ranks), LOCAL_WORLD_SIZE=str(job.ranks))
     if job.keeper:
-        os.environ[VARIABLE] = job.keeper
+        os.environ[VARIABLE] = job.keeper.format(rank=rank)
     status = 1
     try:
         _train(rank, job)
@@ -131,6 +136,10 @@ def _train(rank: int, job: Job) -> None:
         os.environ[debug_transfers.VARIABLE] = str(job.is_late)
         debug_transfers.put_in_place()
     layout.LEAST_PART_BYTES, crash.MOST_TRIES = 2**16, job.tries
+    if job.is_fused:
+        fused_adam.have_mcore_take_it(setattr)
+    if job.other_code:
+        crash.version_of = lambda name: "another"
     options = gpu.parse([*OPTIONS, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
     gpu.make_deterministic()
     install = bridge_fgo.install(offload_config(options)) if options.offload == "on" else None
@@ -153,7 +162,7 @@ def _train(rank: int, job: Job) -> None:
             self.is_ending = job.end is not None and job.end.rank == rank and not job.end.is_early
 
         def on_train_step_start(self, context) -> None:
-            if self.is_ending:
+            if self.is_ending and job.end.step in (None, context.state.train_state.step):
                 self.is_ending = False
                 end_this_process(job.end, tell)
             self.started = time.perf_counter()
@@ -179,14 +188,13 @@ def _train(rank: int, job: Job) -> None:
 
 def end_this_process(end: End, tell) -> None:
     """Have this process end as it says."""
-    if end.seconds:
+    if end.seconds or end.step is not None:
 
         def kill() -> None:
             time.sleep(end.seconds)
             os.kill(os.getpid(), signal.SIGKILL)
 
-        threading.Thread(target=kill, daemon=True).start()
-        return
+        return kill() if end.step is not None else threading.Thread(target=kill, daemon=True).start()
     left = end.call
 
     def count(frame, event, _) -> None:

@@ -6,7 +6,7 @@ import os
 import random
 
 import pytest
-from crash_child import DROPOUT, Job, Kept, random_end, require_same, run, seen
+from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, seen
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
@@ -14,12 +14,13 @@ KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 """Deaths of all trainings together: in CI so many."""
 SEED = int(os.environ.get("CRASH_SEED", "0"))
 EXPERTS = ("--experts", "4", "--no-grouped-experts")
+WEIGHT_DECAY = (("optimizer.weight_decay", 0.2),)
 EXPERT_BIAS = (("model.moe_router_enable_expert_bias", True), ("model.moe_router_score_function", "sigmoid"))
 JOBS = {
     "one rank": Job(),
     "dropout, late copies": Job(changes=DROPOUT, is_late=7),
     "experts": Job(arm=EXPERTS, changes=EXPERT_BIAS),
-    "DP": Job(ranks=2),
+    "DP, fused Adam": Job(ranks=2, is_fused=True),
     "TP, dropout": Job(ranks=2, arm=("--tp", "2"), changes=DROPOUT),
     "PP": Job(ranks=2, arm=("--pp", "2")),
     "EP": Job(ranks=2, arm=("--ep", "2", *EXPERTS)),
@@ -46,3 +47,55 @@ def test_a_training_that_dies_at_any_instruction_ends_bitwise_as_one_that_never_
         require_same(seen(job), seen(whole))
         if not left:
             return
+
+
+SAVES = ("--save-interval", "2", "--save")
+
+
+@dataclasses.dataclass
+class Case:
+    """A training that is killed before a step, and what is other as it starts again, from the checkpoint of step 4."""
+
+    line: str
+    before: int = 5
+    changes: dict = dataclasses.field(default_factory=dict)
+    keeps_another: bool = False
+    ranks: int = 1
+    deaths: int = 1
+    same: bool = True
+
+
+CASES = {
+    "changed config": Case("optimizer.weight_decay was 0.01 and is 0.2", changes={"changes": WEIGHT_DECAY}, same=False),
+    "changed world": Case("ranks was 2 and is 1", changes={"ranks": 1}, ranks=2, same=False),
+    "changed code": Case("bridge-fgo was 0.1.0 and is another", changes={"other_code": True}),
+    "newer checkpoint": Case("the checkpoint of step 4 is newer than the kept step 3", before=4),
+    "poisoned step": Case("2 starts from step 4 have failed", deaths=3),
+    "lost node": Case("rank 1 has none, as its node or its keeper was lost", ranks=2, keeps_another=True),
+    "lost keeper": Case("Connection refused", changes={"keeper": "of nobody"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(tmp_path, tmp_path_factory, name):
+    case, unique = CASES[name], str(os.getpid())
+    whole = tmp_path_factory.getbasetemp() / f"whole-{case.ranks}"
+    plain = Job(whole, ranks=case.ranks, steps=7, is_fused=True)
+    if not whole.exists():
+        assert run(plain) == [0] * case.ranks
+    with Kept(f"{unique}.0"), Kept(f"{unique}.1"), Kept(f"{unique}.2"):
+        job = survives(plain, tmp_path / "killed", f"{unique}.{{rank}}")
+        saved = str(tmp_path / "saved")
+        job = dataclasses.replace(job, tries=2, arm=(*job.arm, *SAVES, saved, "--load", saved))
+        end = End(case.ranks - 1, step=case.before)
+        for _ in range(case.deaths):
+            assert any(run(dataclasses.replace(job, end=end)))
+        changes = {"keeper": job.keeper.replace("{rank}", "{rank}{rank}")} if case.keeps_another else case.changes
+        run(job := dataclasses.replace(job, **changes))
+    found = seen(job)
+    assert case.line in found.logs[0], found.logs[0][-3000:]
+    assert "the newest checkpoint is loaded" in found.logs[0] or "since the newest checkpoint" in found.logs[0]
+    assert found.of("begin")[-1]["step"] == 4 and found.of("end")
+    if case.same:
+        expected = {event["step"]: event["numbers"] for event in seen(plain).of("step")}
+        assert all(event["numbers"] == expected[event["step"]] for event in found.of("step"))

@@ -38,7 +38,7 @@ from bridge_fgo.config import readable
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.kept_steps import KeptSteps
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.engines.ranks import gather, on_every_rank
+from bridge_fgo.engines.ranks import gather
 from bridge_fgo.memory.digest import byte_sums
 from bridge_fgo.memory.keeper import VARIABLE, KeeperLine, job_name
 from bridge_fgo.states.distributed import TORCH, McoreSource
@@ -47,18 +47,7 @@ MOST_TRIES = 3
 """Starts from one kept step. If none of them gets to the next one, the step itself may be what ends them."""
 BESIDE_BYTES = 64 * 2**20
 """Most bytes of the model's tensors that are copied in each step, on the training stream: 1.2 ms on an H200's link."""
-SECTIONS = (
-    "model",
-    "optimizer",
-    "scheduler",
-    "ddp",
-    "train",
-    "validation",
-    "dataset",
-    "rng",
-    "mixed_precision",
-    "peft",
-)
+SECTIONS = ("model", "optimizer", "scheduler", "ddp", "train", "dataset", "rng", "mixed_precision", "peft")
 OF_CHECKPOINT = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "load_optim")
 """Sections of Bridge's config, and settings of another, that have to be as they were."""
 SETTING = "OffloadConfig.survive_crash=True"
@@ -108,12 +97,11 @@ class Survival:
         """
         started = time.perf_counter()
         told = gather(self._connect())
-        kept = self.kept
-        if (lost := next((rank for rank, (problem, _) in enumerate(told) if problem), None)) is not None or not kept:
+        if why := next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(told) if problem), ""):
             self.kept = None
-            why = f"rank {lost}: {told[lost or 0][0]}"
             say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
             return
+        assert self.kept is not None
         steps = [set(found) for _, found in told]
         self._step = step = max(set.intersection(*steps), default=None)
         if step is None and any(steps):
@@ -121,16 +109,9 @@ class Survival:
             self._why = f"rank {lacking} has none, as its node or its keeper was lost, or other states"
         if step is not None and (tries := max(found[step] for _, found in told)) >= MOST_TRIES:
             self._why, self._step = f"{tries} starts from step {step} have failed", None
-
-        def take() -> None:
-            try:
-                kept.take_buffers(self._step)
-            except MemoryError as error:
-                raise ValueError(f"{SETTING}: {error}") from error
-
-        on_every_rank(take)
+        self.kept.take_buffers(self._step)
         say(
-            f"finished steps survive a crash: {readable(kept.nbytes)} of host memory a rank, two buffers for each "
+            f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank, two buffers for each "
             "slab, are kept by a process of its node"
         )
         self.seconds["agree"] = time.perf_counter() - started
@@ -185,7 +166,7 @@ class Survival:
 
         assert self.kept is not None
         started, engine, train_state = time.perf_counter(), self._engine, context.state.train_state
-        small = self.kept.small_state()
+        small, beside = self.kept.small_state()
         if not all(gather(small["frozen"] == self._frozen_sum)):
             say(f"no kept step is taken: frozen weights are not those that step {step} was trained with")
             self.kept.forget()
@@ -196,9 +177,11 @@ class Survival:
         self.kept.adopt()
         for source, leaf in zip(engine.sources, self._leaves, strict=True):
             engine.rewrite_weights(source, leaf._copy_main_params_to_model_params)
-        with torch.no_grad():
-            for (tensors, name), value in zip(self._beside, small["beside"], strict=True):
-                tensors[name].copy_(value)
+        place = 0
+        for target in (tensors[name].data for tensors, name in self._beside):
+            data, place = bytearray(beside[place : place + target.nbytes]), place + target.nbytes
+            if data:
+                target.copy_(torch.frombuffer(data, dtype=target.dtype).view(target.shape))
         for module, value in zip(self._extra, small["extra"], strict=True):
             module.set_extra_state(value)
         for chunk in self._chunks:
@@ -222,9 +205,9 @@ class Survival:
 
     def iterators_made(self, iterators: Sequence[Any]) -> None:
         """Take the loaders' iterators, and have those that were being read be so again."""
-        self._iterators = iterators
+        self._iterators = [one for each in iterators for one in (each if isinstance(each, list) else [each])]
         was_read = () if self._resumed is None else self._resumed["read"]
-        for iterator in itertools.compress(iterators, was_read):
+        for iterator in itertools.compress(self._iterators, was_read):
             if not hasattr(iterator.iterable, "restore_state"):
                 _read_ahead(iterator)
 
@@ -256,7 +239,8 @@ class Survival:
         is_quiet = get_rerun_state_machine().state is RerunState.NOT_RUNNING_YET
         if self._line is not None and self._is_whole and is_quiet:
             step = arguments["global_state"].train_state.step
-            self.kept.capture(step, self._config, partial(self._small_state, arguments))
+            beside = [tensors[name] for tensors, name in self._beside]
+            self.kept.capture(step, self._config, partial(self._small_state, arguments), beside)
 
     def _small_state(self, arguments: dict[str, Any]) -> dict[str, Any]:
         from megatron.bridge.training.checkpointing import get_rng_state
@@ -271,7 +255,6 @@ class Survival:
             "rerun": get_rerun_state_machine().state_dict(arguments["data_iterator"], "torch_dist"),
             "rng": rng[0],
             "optimizers": list(map(_optimizer_state, self._leaves, self._entries)),
-            "beside": [tensors[name] for tensors, name in self._beside],
             "extra": self._extra_states,
             "frozen": self._frozen_sum,
             "data": save_data and save_data(),

@@ -68,6 +68,7 @@ MAGIC = b"FGOKEPT1"
 TRIES = struct.Struct("<qqI")  # the step that a process has gone on from last, how often in a row, and their crc32
 TRIES_AT = 512  # where they are in the ledger
 HEADS_APART = 128
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Payload(NamedTuple):
@@ -75,77 +76,54 @@ class Payload(NamedTuple):
 
     table: bytes  # the number of the buffer that has each slab
     config: bytes  # the config that trained, as `bridge.crash` writes it
-    small: bytes  # the small state, pickled, without the bytes of its tensors
-    on_host: bytes  # of those in host memory
-    on_gpu: bytes
+    small: bytes  # the small state, pickled
+    beside: bytes  # of the model's tensors that no slab tells
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves tensors out, as to pickle one takes the host as long as all the rest."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
-        self.tensors: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # flat bytes, on the host and on the GPU
-        self._ends = [0, 0]
+    """Pickles the bytes of tensors alone: torch's own way takes the host as long as all the rest."""
 
     @override
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
-        is_away = obj.device.type != "cpu"
-        self.tensors[is_away].append(obj.detach().contiguous().view(-1).view(torch.uint8))
-        start, self._ends[is_away] = self._ends[is_away], self._ends[is_away] + obj.nbytes
-        return _tensor, (is_away, start, obj.nbytes, obj.dtype, obj.shape)
+        data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, obj.shape, obj.device.type)
 
 
-def _tensor(*place: Any) -> torch.Tensor:
-    raise AssertionError("`_Unpickler` has the bytes")
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
+    found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return found.view(shape).to(device)
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, payload: Payload) -> None:
-        super().__init__(io.BytesIO(payload.small))
-        self._tensors = payload.on_host, payload.on_gpu
+class Landing:
+    """A copy of a tensor in host memory, which the current stream makes: the host does not wait."""
 
-    @override
-    def find_class(self, module: str, name: str, /) -> Any:
-        return self._load if name == _tensor.__name__ else super().find_class(module, name)
-
-    def _load(self, is_away: bool, start: int, nbytes: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        data = bytearray(self._tensors[is_away][start : start + nbytes])
-        tensor = torch.frombuffer(data, dtype=dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
-        return tensor.cuda() if is_away else tensor
-
-
-class SmallState:
-    """The small state as it was when this was made; of what is on the GPU the copy may be under way until `has_landed`.
-
-    It reads the tensors on the current stream, and the host does not wait for it.
-    """
-
-    def __init__(self, value: Any) -> None:
-        pickler = _Pickler(file := io.BytesIO())
-        pickler.dump(value)
-        here, away = pickler.tensors
-        self._pickled, self._here = file.getvalue(), torch.cat(here).numpy().tobytes() if here else b""
-        self._event: torch.cuda.Event | None = None
-        if away:
-            self._gpu = torch.cat(away)
-            self._landing = torch.empty(self._gpu.numel(), dtype=torch.uint8, pin_memory=True)
-            self._landing.copy_(self._gpu, non_blocking=True)
-            self._event = torch.cuda.Event()
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if tensor.is_cuda else None
+        self._tensor = tensor
+        if self._event is not None:
+            self._tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
             self._event.record()
 
     def has_landed(self) -> bool:
-        """Return whether the host has all of it."""
+        """Return whether the host has it."""
         return self._event is None or self._event.query()
 
-    def parts(self) -> tuple[bytes, bytes, bytes]:
-        """Wait for it; return it as the last parts of a `Payload`."""
-        if self._event is None:
-            return self._pickled, self._here, b""
-        self._event.synchronize()
-        return self._pickled, self._here, self._landing.numpy().tobytes()
+    def wait(self) -> torch.Tensor:
+        """Wait for it, and return it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor
+
+
+class Pending(NamedTuple):
+    """A record that waits for copies."""
+
+    step: int
+    config: bytes
+    small: bytes
+    beside: Landing
 
 
 class KeptBuffer(SharedHostBuffer):
@@ -210,6 +188,7 @@ class KeptSteps:
         self._ledger, _ = line.file("ledger", PAGE)
         self._slots = [line.file(f"slot{slot}")[0] for slot in (0, 1)]
         self._files: dict[str, tuple[MemoryFile, bool]] = {}
+        self._file("states", 2)  # while a rank that has no room for it is no rank's error yet
         read = [self._read(slot) for slot in (0, 1)]
         newest = max((found for found in read if found), key=itemgetter(0), default=None)
         self.last_config = b"" if newest is None else newest[2].config  # of the newest record, whatever its slabs
@@ -217,10 +196,10 @@ class KeptSteps:
         self.found = {f[0]: (slot, f[2]) for slot, f in enumerate(read) if f and f[1] == self._layout}
         self.protected: Record | None = None
         self._written: Record | None = None  # a record that not every rank is known to have
-        self._pending: tuple[int, bytes, SmallState] | None = None  # a step of which not all has landed
+        self._pending: Pending | None = None
         self._landing: list[Slab] | None = None  # whose copies out it waits for; None before they are started
         self._captured = -1  # the step of the newest record that was begun
-        self._ballot: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._ballot: Landing | None = None
 
     # A start.
 
@@ -254,21 +233,24 @@ class KeptSteps:
 
     def buffer(self, slab: int, copy: int) -> KeptBuffer:
         """Return the buffer of a slab with a number: 0 and 1, or 2 if one may be lent. MemoryError: no room for it."""
-        name, copies = ("states", 2) if copy < 2 else ("third", 1)
-        if name not in self._files:
-            file, was_there = self._line.file(name, nbytes := copies * self._starts[-1])
-            self._files[name] = MemoryFile(nbytes, file), was_there
-        file, was_there = self._files[name]
+        file, was_there = self._file("states", 2) if copy < 2 else self._file("third", 1)
         start = self._starts[slab] + copy % 2 * self._starts[-1]
         buffer = KeptBuffer(self, slab, copy, self._slabs[slab].nbytes, start, file)
         if was_there:
             buffer.untouched_bytes = 0
         return buffer
 
-    def small_state(self) -> Any:
-        """Return the small state of the protected record."""
+    def _file(self, name: str, copies: int) -> tuple[MemoryFile, bool]:
+        if name not in self._files:
+            file, was_there = self._line.file(name, nbytes := copies * self._starts[-1])
+            self._files[name] = MemoryFile(nbytes, file), was_there
+        return self._files[name]
+
+    def small_state(self) -> tuple[Any, bytes]:
+        """Return the small state of the protected record, and the bytes of the tensors beside it."""
         assert self.protected is not None
-        return _Unpickler(self.found[self.protected.step][1]).load()
+        payload = self.found[self.protected.step][1]
+        return pickle.loads(payload.small), payload.beside
 
     def adopt(self) -> None:
         """Have every slab's host buffer be the one that the protected record names; the slabs are released."""
@@ -291,12 +273,15 @@ class KeptSteps:
 
     # A step.
 
-    def capture(self, step: int, config: bytes, small: Callable[[], Any]) -> None:
+    def capture(self, step: int, config: bytes, small: Callable[[], Any], beside: Sequence[torch.Tensor]) -> None:
         """Begin the record of the step that has ended; `small` makes its small state."""
         self._learn()
-        if step != self._captured:
-            self._captured = step
-            self._pending, self._landing = (step, config, SmallState(small())), None
+        if step == self._captured:
+            return
+        self._captured, self._landing = step, None
+        _Pickler(file := io.BytesIO(), protocol=5).dump(small())
+        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in beside]
+        self._pending = Pending(step, config, file.getvalue(), Landing(torch.cat(flat or [NOTHING])))
 
     def poll(self) -> None:
         """Write the record that was begun, if all of it has landed; the copies of all slabs have been started."""
@@ -306,46 +291,39 @@ class KeptSteps:
             self._landing = list(self._slabs)
         while self._landing and self._transfers.has_left(self._landing[-1]):
             self._landing.pop()
-        if not self._landing and self._pending[2].has_landed():
-            self._write(*self._pending)
+        if not self._landing and self._pending.beside.has_landed():
+            self._write(self._pending)
 
     def settle(self) -> None:
         """Wait for all of the record that was begun, and write it; without copies that were started there is none."""
         if self._pending is not None and self._landing is not None:
             # Race: a record would name what has not landed, and be taken if the process died now.
             self._transfers.finish_out()
-            self._write(*self._pending)
+            self._write(self._pending)
         self._pending = None
 
-    def _write(self, step: int, config: bytes, small: SmallState) -> None:
+    def _write(self, record: Pending) -> None:
         table = bytes(slab.host.copy for slab in self._slabs if isinstance(slab.host, KeptBuffer))
         slot = 0 if self.protected is None else 1 - self.protected.slot
-        payload = pickle.dumps((table, config, *small.parts()), protocol=5)
+        beside = record.beside.wait().numpy().tobytes()
+        payload = pickle.dumps((table, record.config, record.small, beside), protocol=5)
         os.pwrite(self._slots[slot], payload, 0)  # until its head is written, it is not that of the one before
-        head = HEAD.pack(MAGIC, step, len(payload), zlib.crc32(payload), self._layout)
+        head = HEAD.pack(MAGIC, record.step, len(payload), zlib.crc32(payload), self._layout)
         os.pwrite(self._ledger, head + CRC.pack(zlib.crc32(head)), slot * HEADS_APART)
-        self._written, self._pending = Record(step, slot, table), None
+        self._written, self._pending = Record(record.step, slot, table), None
 
     def vote(self, device: torch.device) -> None:
-        """Tell every rank whether this one has the newest record: a collective; the host does not wait for it.
+        """Tell every rank the step of this one's newest record: a collective; the host does not wait for it.
 
         What the training stream gets next, the updates of every rank, comes after it.
         """
         self._learn()
         newest = self._written or self.protected
-        has_it = newest is not None and newest.step == self._captured
-        ballot = torch.full((), has_it, dtype=torch.int32, device=device)
+        ballot = torch.full((), -1 if newest is None else newest.step, device=device)
         if torch.distributed.is_initialized():
             with collectives:
                 torch.distributed.all_reduce(ballot, torch.distributed.ReduceOp.MIN)
-        if device.type != "cuda":
-            self._ballot = ballot, None
-            return
-        told = torch.empty((), dtype=torch.int32, pin_memory=True)
-        told.copy_(ballot, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._ballot = told, event
+        self._ballot = Landing(ballot)
 
     def before_write(self) -> None:
         """Learn what ranks have told: a host buffer is about to be written. Erase a record that is not whole then."""
@@ -355,12 +333,8 @@ class KeptSteps:
             self._written = None
 
     def _learn(self) -> None:
-        if self._ballot is None:
-            return
-        (ballot, event), self._ballot = self._ballot, None
-        if event is not None:
-            event.synchronize()
-        if ballot.item() and self._written is not None:
+        ballot, self._ballot = self._ballot, None
+        if ballot is not None and self._written is not None and ballot.wait() >= self._written.step:
             older, self.protected, self._written = self.protected, self._written, None
             if older is not None:
                 self._erase(older.slot)

@@ -145,7 +145,7 @@ def train(kept, slabs, copies, turns, generator, step, updates, touches):
     touches: how often in a pass somebody uses a slab, which is copied out once more.
     """
     while step + 1 < len(updates):
-        kept.capture(step, b"", lambda step=step: {"step": step})
+        kept.capture(step, b"", lambda step=step: {"step": step}, ())
         for slab in slabs:  # the pass begins; what is on the host already may be copied once more
             if slab.sent != slab.gpu or generator.random() < 0.3:
                 copies.copy_out(slab)
@@ -179,7 +179,7 @@ def start(files, turns, common, updates):
         copies.copy_out(slab)  # the optimizer is built
     copies.finish_out()
     if common is not None:
-        assert kept.small_state() == {"step": common}
+        assert kept.small_state() == ({"step": common}, b"")
         kept.adopt()
     for slab in slabs:
         slab.gpu = slab.sent = updates[common or 0]
