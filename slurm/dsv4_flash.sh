@@ -145,23 +145,36 @@ if ((${#preflight[@]})); then
     fi
 fi
 
+starts=1
+if [[ " $OFFLOAD_OPTIONS " == *" --survive-crash "* ]]; then
+    # A process a node keeps finished steps, and ends with this job, as all of its steps do.
+    starts=4
+    run export BRIDGE_FGO_KEEPER="${SLURM_JOB_ID:-0}"
+    run srun --overlap --ntasks="${SLURM_JOB_NUM_NODES:-16}" --ntasks-per-node=1 "${container[@]}" \
+        "$PYTHON" -m bridge_fgo keep &
+fi
+
 if [[ $DRY_RUN == 1 ]]; then
+    wait
     run srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}"
     exit 0
 fi
 
-# In the background, so that the shell can take the signal that Slurm sends before the time is up.
-srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}" &
-step=$!
 time_is_up=0
 # Not by a signal to srun, which would kill the processes before they have saved. SIGURG: see end_on_sigurg in
 # recipes/train.py.
 trap 'time_is_up=1; scancel --signal=URG "$SLURM_JOB_ID"' USR1
-status=0
-wait "$step" || status=$?
-while kill -0 "$step" 2>/dev/null; do # `wait` also returns when the trap has run
+while ((starts--)); do
+    # In the background, so that the shell can take the signal that Slurm sends before the time is up.
+    srun --kill-on-bad-exit=1 "${container[@]}" "${train[@]}" &
+    step=$!
     status=0
     wait "$step" || status=$?
+    while kill -0 "$step" 2>/dev/null; do # `wait` also returns when the trap has run
+        status=0
+        wait "$step" || status=$?
+    done
+    if ((status == 0 || status == 126 || status == 127 || time_is_up)); then break; fi
 done
 
 again=0

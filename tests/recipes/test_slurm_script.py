@@ -162,6 +162,18 @@ def test_a_job_that_failed_is_queued_again_up_to_max_restarts_with_its_status(tm
     assert ("scontrol requeue 7" in calls) == again
 
 
+def test_with_survive_crash_a_keeper_runs_on_each_node_and_training_starts_again_in_the_job(tmp_path):
+    fails = '[[ $* == *" keep" ]] && { echo "keeps for $BRIDGE_FGO_KEEPER"; exec sleep 1; }; exit 3'
+    options = {"OFFLOAD_OPTIONS": "--survive-crash", "SLURM_JOB_NUM_NODES": "2"}
+    ended, calls = job(tmp_path, fails, SLURM_RESTART_COUNT="3", **options)
+    assert ended == 3
+    keepers = [line for line in calls if "keep" in line]
+    assert len(keepers) == 1 and keepers[0].startswith("srun --overlap --ntasks=2 --ntasks-per-node=1 ")
+    assert len([line for line in calls if "recipes.train" in line]) == 4
+    lines = dry_run(**SETTINGS, **options).splitlines()
+    assert lines.index("export BRIDGE_FGO_KEEPER=0") < lines.index("srun --overlap " + keepers[0].partition("lap ")[2])
+
+
 def test_a_preflight_that_refuses_is_status_1_and_the_job_is_not_queued_again(tmp_path):
     ended, calls = job(tmp_path, "exit 5", PREFLIGHT="check")
     assert ended == 1 and len(calls) == 1

@@ -249,6 +249,14 @@ OFFLOADS_HALF = {
 """Of the activations, whose bytes are not counted."""
 
 
+def test_survive_crash_takes_twice_the_host_memory(config, four_gpus):
+    once, twice = (
+        told("doctor", config(), "--no-probe", *options)[1]["config"]["pinned_by_rank"]
+        for options in ([], ["--survive-crash"])
+    )
+    assert twice == 2 * once > 0
+
+
 def test_the_memory_that_is_pinned_is_of_all_that_may_leave(config, four_gpus):
     """Also where activations are not known, and so not what will leave."""
     pinned = {
