@@ -16,6 +16,7 @@ SEED = int(os.environ.get("CRASH_SEED", "0"))
 EXPERTS = ("--experts", "4", "--no-grouped-experts")
 WEIGHT_DECAY = (("optimizer.weight_decay", 0.2),)
 EXPERT_BIAS = (("model.moe_router_enable_expert_bias", True), ("model.moe_router_score_function", "sigmoid"))
+EVALUATIONS = (("validation.eval_interval", 2), ("validation.eval_iters", 1))
 JOBS = {
     "one rank": Job(),
     "dropout, late copies": Job(changes=DROPOUT, is_late=7),
@@ -25,6 +26,7 @@ JOBS = {
     "PP": Job(ranks=2, arm=("--pp", "2")),
     "EP": Job(ranks=2, arm=("--ep", "2", *EXPERTS)),
     "DP, whole parameters": Job(ranks=2, arm=("--no-distributed",)),
+    "Muon, evaluations": Job(arm=("--optimizer", "muon", "--no-distributed"), changes=(*DROPOUT, *EVALUATIONS)),
 }
 
 

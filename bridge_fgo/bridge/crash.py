@@ -47,7 +47,7 @@ MOST_TRIES = 3
 """Starts from one kept step. If none of them gets to the next one, the step itself may be what ends them."""
 BESIDE_BYTES = 64 * 2**20
 """Most bytes of the model's tensors that are copied in each step, on the training stream: 1.2 ms on an H200's link."""
-SECTIONS = ("model", "optimizer", "scheduler", "ddp", "train", "dataset", "rng", "mixed_precision", "peft")
+PARTS = ("model", "optimizer", "scheduler", "ddp", "train", "validation", "dataset", "rng", "mixed_precision", "peft")
 OF_CHECKPOINT = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "load_optim")
 """Sections of Bridge's config, and settings of another, that have to be as they were."""
 SETTING = "OffloadConfig.survive_crash=True"
@@ -426,7 +426,7 @@ def _read_ahead(iterator: Any) -> None:
 
 def _described(cfg: Any) -> dict[str, str]:
     """Return in words all that has to be as it was, by "section.name"."""
-    sections = {name: owner for name in SECTIONS if hasattr(owner := getattr(cfg, name, None), "__dict__")}
+    sections = {name: owner for name in PARTS if hasattr(owner := getattr(cfg, name, None), "__dict__")}
     found = {f"{name}.{each}": value for name, owner in sections.items() for each, value in settings_in(owner).items()}
     found |= {f"checkpoint.{name}": getattr(cfg.checkpoint, name, None) for name in OF_CHECKPOINT}
     found |= {name: version_of(name) for name in ("megatron-bridge", "bridge-fgo", "transformer-engine", "torch")}

@@ -65,7 +65,7 @@ PAGE = 4096
 HEAD = struct.Struct("<8sqqI16s")  # magic, step, bytes and crc32 of the payload, layout; its own crc32 follows
 CRC = struct.Struct("<I")
 MAGIC = b"FGOKEPT1"
-TRIES = struct.Struct("<qqI")  # the step that a process has gone on from last, how often in a row, and their crc32
+TRIES = struct.Struct("<qq")  # the step that a process has gone on from last, and how often in a row
 TRIES_AT = 512  # where they are in the ledger
 HEADS_APART = 128
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -213,8 +213,8 @@ class KeptSteps:
 
     def tries(self, step: int) -> int:
         """Return how often in a row processes have gone on from a step."""
-        last, count, crc = TRIES.unpack(found := os.pread(self._ledger, TRIES.size, TRIES_AT))
-        return count if last == step and crc == zlib.crc32(found[: -CRC.size]) else 0
+        last, count = TRIES.unpack(os.pread(self._ledger, TRIES.size, TRIES_AT))
+        return count if last == step else 0
 
     def take_buffers(self, step: int | None) -> None:
         """Give each slab its buffers; those with the states of `step`, which every rank has, are protected."""
@@ -258,8 +258,7 @@ class KeptSteps:
         self._captured, _, table = self.protected
         for slab, copy in zip(self._slabs, table, strict=True):
             _use(slab, next(h for h in slab.hosts if isinstance(h, KeptBuffer) and h.copy == copy), slab.hosts)
-        tries = TRIES.pack(self._captured, self.tries(self._captured) + 1, 0)[: -CRC.size]
-        os.pwrite(self._ledger, tries + CRC.pack(zlib.crc32(tries)), TRIES_AT)
+        os.pwrite(self._ledger, TRIES.pack(self._captured, self.tries(self._captured) + 1), TRIES_AT)
         self.found.clear()
 
     def forget(self) -> None:
