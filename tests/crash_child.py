@@ -65,6 +65,7 @@ class Job:
     tries: int = 1000
     """Of starts from one step."""
     other_code: bool = False
+    is_on_gpu: bool = False
     is_fused: bool = False
     """Whether Adam is Transformer Engine's (a stand-in), whose states mcore can save."""
 
@@ -140,21 +141,24 @@ def _train(rank: int, job: Job) -> None:
         fused_adam.have_mcore_take_it(setattr)
     if job.other_code:
         crash.version_of = lambda name: "another"
-    options = gpu.parse([*OPTIONS, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
+    sizes = ["--offload", "on"] if job.is_on_gpu else OPTIONS
+    options = gpu.parse([*sizes, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
     gpu.make_deterministic()
     install = bridge_fgo.install(offload_config(options)) if options.offload == "on" else None
     process.skip_building_what_is_built()
     process.forget_attention_backend()
-    config = tiny.put_on_cpu(gpu.build_config(options))
+    config = gpu.build_config(options)
+    if not job.is_on_gpu:
+        tiny.put_on_cpu(config)
     config.dataset.num_workers = 0
-    for path, value in (*ON_GLOO, *job.changes):
+    for path, value in (*(() if job.is_on_gpu else ON_GLOO), *job.changes):
         section, name = path.split(".")
         assert hasattr(getattr(config, section), name), path
         setattr(getattr(config, section), name, value)
     events = (job.folder / f"{rank}.jsonl").open("a", buffering=1)
 
     def tell(**event) -> None:
-        print(json.dumps(event), file=events)
+        print(json.dumps({**event, "at": time.time()}), file=events)
 
     class Watcher(Callback):
         def on_train_start(self, context) -> None:
@@ -171,7 +175,7 @@ def _train(rank: int, job: Job) -> None:
             losses = {name: exact(value) for name, value in (context.loss_dict or {}).items()}
             step = context.state.train_state.step
             stats, seconds = bridge_fgo.stats(), time.perf_counter() - self.started
-            told = {"restored": stats and stats.restored_step, "seconds": seconds}
+            told = {"parts": dict(stats.restore_seconds) if stats else {}, "seconds": seconds}
             tell(event="step", step=step, numbers=[losses, exact(context.grad_norm)], **told)
 
         def on_train_end(self, context) -> None:
@@ -192,6 +196,7 @@ def end_this_process(end: End, tell) -> None:
 
         def kill() -> None:
             time.sleep(end.seconds)
+            tell(event="ended", where="after a time")
             os.kill(os.getpid(), signal.SIGKILL)
 
         return kill() if end.step is not None else threading.Thread(target=kill, daemon=True).start()
@@ -205,7 +210,7 @@ def end_this_process(end: End, tell) -> None:
         if left:
             return
         sys.setprofile(None)
-        tell(event="ended", at=frame.f_code.co_qualname)
+        tell(event="ended", where=frame.f_code.co_qualname)
         if end.how == "raise":
             raise Ended(frame.f_code.co_qualname)
         if end.how == "abort":
@@ -218,7 +223,7 @@ def end_this_process(end: End, tell) -> None:
 def exact(value) -> object:
     """Return a value in which every bit counts, as JSON has it."""
     if isinstance(value, torch.Tensor):
-        data = value.detach().clone().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()]
     if isinstance(value, dict):
         return {str(name): exact(each) for name, each in value.items()}
@@ -296,12 +301,12 @@ def seen(job: Job) -> Seen:
     return Seen(events, logs)
 
 
-def run(job: Job, patience: float = 300.0) -> list[int]:
-    """Run an attempt; where a rank fails, kill the others, as torchrun does. Returns the exit statuses."""
+def run(job: Job, patience: float = 300.0, start=children.start) -> list[int]:
+    """Run an attempt in children of `start`; if a rank fails, kill the others, as torchrun does."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    ranks = [children.start(attempt, rank, job, port) for rank in range(job.ranks)]
+    ranks = [start(attempt, rank, job, port) for rank in range(job.ranks)]
     end = time.monotonic() + patience
     while any(rank.exitcode is None for rank in ranks):
         if any(rank.exitcode for rank in ranks) or time.monotonic() > end:
