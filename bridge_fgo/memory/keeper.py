@@ -42,7 +42,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 class Keeper:
     """Serves the files; ValueError where the job has a keeper on this node already."""
 
-    def __init__(self, job: str, limit_bytes: int, idle_seconds: float) -> None:
+    def __init__(self, job: str, limit_bytes: float, idle_seconds: float) -> None:
         self._limit, self._idle_seconds = limit_bytes, idle_seconds
         self._files: dict[str, int] = {}  # descriptors by name, "RANK/..."
         self._ranks: dict[socket.socket, tuple[int, int]] = {}  # of each connection the process, and its rank or -1
@@ -114,13 +114,19 @@ class Keeper:
         if file is not None and nbytes in (None, os.fstat(file).st_size):
             return {"was_there": True}, [file]
         self._drop([name])
-        held, needed = sum(os.fstat(file).st_size for file in self._files.values()), nbytes or 0
-        if held + needed > self._limit:
-            may = f"the keeper may hold {readable(self._limit)} and holds {readable(held)}"
+        needed = nbytes or 0
+        if self._held() + needed > self._limit:  # other ranks may have run on this node before
+            here = {of for _, of in self._ranks.values()}
+            self._drop([name for name in self._files if int(name.partition("/")[0]) not in here])
+        if (held := self._held()) + needed > self._limit:
+            may = f"the keeper may hold {readable(int(self._limit))} and holds {readable(held)}"
             return {"refusal": f"{may}, and this rank needs {readable(needed)}: raise its --memory-gib"}, []
         self._files[name] = file = os.memfd_create("bridge_fgo_kept")
         os.ftruncate(file, needed)
         return {"was_there": False}, [file]
+
+    def _held(self) -> int:
+        return sum(os.fstat(file).st_size for file in self._files.values())
 
     def _drop(self, names: list[str]) -> None:
         for name in names:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bridge_fgo.memory.keeper import VARIABLE, Keeper, job_name
@@ -31,9 +34,10 @@ def keep(
     if not command and not job_name():
         raise ValueError(f"give a COMMAND to run, or set {VARIABLE} to a name for the keepers of this job")
     os.environ[VARIABLE] = job_name() or secrets.token_hex(8)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
+    available = int(found[1]) * 1024 if found else math.inf
     limit = SHARE * available if memory_gib is None else memory_gib * 2**30
-    keeper = Keeper(job_name(), int(limit), 60 * idle_minutes)
+    keeper = Keeper(job_name(), limit, 60 * idle_minutes)
     if not command:
         keeper.serve()
         return 0

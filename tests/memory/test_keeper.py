@@ -72,6 +72,18 @@ def test_more_than_the_limit_is_refused_with_the_option_to_raise(name):
         assert line.file("b", PAGE)
 
 
+def test_files_of_ranks_that_run_elsewhere_now_are_dropped_if_others_need_the_memory(name):
+    with Kept(name, limit=2 * PAGE):
+        in_another_process(write_and_die, name, 1)
+        line = KeeperLine(name, 0, 2)
+        line.file("a", PAGE)
+        assert whole(KeeperLine(name, 1, 2), "a")[1], "there was room for both"
+    with Kept(name, limit=2 * PAGE) as kept:
+        in_another_process(write_and_die, name, 1)
+        KeeperLine(name, 0, 2).file("a", 2 * PAGE)
+        assert set(kept.keeper._files) == {"0/a"}
+
+
 def test_a_job_has_one_keeper_on_a_node_and_another_job_has_its_own(name):
     with Kept(name), Kept(name + ".other"):
         with pytest.raises(ValueError, match="already"):

@@ -36,6 +36,14 @@ print(json.dumps({
 }))
 """
 CRASH = "def inner():\n    raise ValueError('told you')\n\ninner()\n"
+FAILS_ONCE = """
+import os, pathlib, sys
+seen = pathlib.Path(__file__ + ".seen")
+print(os.environ["BRIDGE_FGO_KEEPER"])
+if not seen.exists():
+    seen.touch()
+    sys.exit(3)
+"""
 
 
 def start(*words, python=("-c", DRIVER), path=(), cwd=None):
@@ -200,3 +208,12 @@ def test_the_package_is_put_between_pythons_options_and_the_script_and_another_p
     expected = words if place is None else [*words[:place], *run, *words[place:]]
     assert run_script.with_run(path, words, tmp_path / "train.py", False, ["--offload"]) == expected
     assert run_script.with_run(path, words, Path("train"), True, ["--offload"]) == words
+
+
+def test_with_survive_crash_the_script_is_kept_and_started_again(script):
+    path = script(FAILS_ONCE)
+    done = start("run", "--offload", "--survive-crash", path, python=("-m", "bridge_fgo"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is started again") == 1
+    first, second = done.stdout.split()
+    assert first == second
