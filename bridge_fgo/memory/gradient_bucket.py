@@ -48,9 +48,6 @@ class GradientBucket:
     `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
 
-    staging: torch.Tensor | None = None
-    is_lent = False
-
     def __init__(
         self,
         data: torch.Tensor,

@@ -23,16 +23,6 @@ class Movable(Protocol):
     """Memory that `Transfers` copies: that of a `Slab` or of a `GradientBucket`."""
 
     @property
-    def gpu(self) -> torch.Tensor | None:
-        """Its GPU memory, uint8; None where there is none."""
-        ...
-
-    @property
-    def staging(self) -> torch.Tensor | None:
-        """GPU memory in which it is encoded, uint8; None where there is none."""
-        ...
-
-    @property
     def host(self) -> HostBuffer:
         """Its host memory."""
         ...
@@ -40,11 +30,6 @@ class Movable(Protocol):
     @property
     def moving(self) -> torch.Tensor:
         """GPU memory that is copied, uint8."""
-        ...
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether a checkpoint's writer may still read the host buffer."""
         ...
 
     def allocate(self) -> None:
@@ -231,12 +216,6 @@ class Lane:
         """Record an event after the newest copy."""
         event.record(self._handles[self._turn])
 
-    def delay(self, cycles: int) -> None:
-        """Have the next copy, and so every later one, begin that many GPU cycles later."""
-        with torch.cuda.stream(self._streams[self._turn]):
-            torch.cuda._sleep(cycles)
-        self._is_open = True
-
     def _take_turns(self) -> None:
         if self._is_open:
             self._end_with(self._ends[self._turn])
@@ -402,14 +381,6 @@ class CudaTransfers(Transfers):
         self._in.synchronize()
         self._done.pop(host_address, None)
         self._memory.pop(host_address, None)
-
-    def order_anew(self) -> None:
-        """Have the next copy wait for what the training stream holds by then; for the tests' debug mode, as `delay`."""
-        self._is_ordered = False
-
-    def delay(self, out: bool, cycles: int) -> None:
-        """Have copies in one direction begin that many GPU cycles later."""
-        (self._out if out else self._in).delay(cycles)
 
     @override
     def has_landed(self, slab: Movable) -> bool:
