@@ -121,23 +121,22 @@ class Session:
         with collectives if engine.awaits_ranks else nullcontext():
             on_every_rank(settle) if engine.awaits_ranks else settle()
             engine.end_step(self.updated)
-        self._watch_budget(engine.held_budget_bytes)
+        self._watch_budget()
         self.publish()
         self._compare_peak()
         self._require_released()
 
-    def _watch_budget(self, budget: int | None) -> None:
-        """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
-        peak = self.figures.peak_allocated_bytes or 0
-        if budget is None or peak <= budget:
+    def _watch_budget(self) -> None:
+        """Say once that a planned step needed more than the budget, as a longer sequence may."""
+        budget, peak = self.settings.gpu_memory_budget_bytes, self.figures.peak_allocated_bytes or 0
+        if self._over_budget or self.engine.planned_peak_bytes is None or budget is None or peak <= budget:
             return
-        if not self._over_budget:
-            warn(
-                f"a training step allocated {readable(peak)}, more than "
-                f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
-                "measured one; set a lower budget to keep room for such steps"
-            )
         self._over_budget = True
+        warn(
+            f"a training step allocated {readable(peak)}, more than "
+            f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
+            "measured one; set a lower budget to keep room for such steps"
+        )
 
     def _compare_peak(self) -> None:
         """Say once, of the second step with a plan, which prefetches too, what was predicted and what was measured."""

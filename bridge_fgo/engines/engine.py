@@ -52,16 +52,6 @@ class Engine(ABC):
         """Page-locked host bytes held for the states."""
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for the states, page-locked or not; what mcore's offloaders take is page-locked."""
-        return self.pinned_bytes
-
-    @property
-    def held_budget_bytes(self) -> int | None:
-        """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
-        return None
-
-    @property
     def planned_peak_bytes(self) -> int | None:
         """Peak of allocated GPU memory that the newest pass was planned to keep under; None without a plan."""
         return None

@@ -61,7 +61,8 @@ class NativeEngine(CheckpointingEngine):
         self.config = config
         device = sources[0].device if sources else torch.device("cpu")
         self.transfers = transfers = transfers or make_transfers(device, config)
-        self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
+        in_capture = "a CUDA graph is being captured: call bridge_fgo.reload_states() before"
+        self.traffic.touches.refusals.append(lambda: in_capture if transfers.capturing() else "")
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
@@ -126,15 +127,9 @@ class NativeEngine(CheckpointingEngine):
         return sum(slab.pinned_bytes for slab in self.slabs)
 
     @property
-    @override
     def host_bytes(self) -> int:
         """Bytes of host memory for the slabs, page-locked or not, with second buffers of background saves."""
         return sum(slab.nbytes * (1 if slab.spare is None else 2) for slab in self.slabs)
-
-    @property
-    @override
-    def held_budget_bytes(self) -> int | None:
-        return self.config.gpu_memory_budget_bytes if self.schedule.is_planned else None
 
     @property
     @override
@@ -186,7 +181,7 @@ class NativeEngine(CheckpointingEngine):
     def begin_pass(self, is_like_others: bool = True) -> None:
         self._count_whole_steps()
         self.traffic.most_released = self.traffic.released
-        self.masters.locate_weights()
+        self.masters.remainders.locate()
         self.masters.begin_pass()
         # If a pass is run again, some are being reloaded.
         coming = [source for source, each in self._offloaded.items() if each.reloading]
@@ -317,11 +312,6 @@ class NativeEngine(CheckpointingEngine):
         self.schedule.forget_parts()
         self._offloaded.clear()
         self.sources = []
-
-
-def _refuse_in_capture(transfers: Transfers) -> str:
-    is_captured = transfers.capturing()
-    return "a CUDA graph is being captured: call bridge_fgo.reload_states() before" if is_captured else ""
 
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:

@@ -40,10 +40,6 @@ class PackedMasters:
 
     # As masters are offloaded.
 
-    def locate_weights(self) -> None:
-        """Look up the addresses of the weights that masters are packed with, which a sleep may have changed."""
-        self.remainders.locate()
-
     @contextmanager
     def copied_whole(self) -> Iterator[None]:
         """Context in which masters are copied whole, so that no weights need be as they are now."""

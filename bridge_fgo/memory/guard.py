@@ -101,9 +101,8 @@ def _guarded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     def torch_function(_: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for tensor in _guarded_in((args, kwargs)):
-                _touch(tensor)
-            if not any(True for _ in _guarded_in((args, kwargs))):
+            touch_all((args, kwargs))
+            if not any(map(is_guarded, tensors_in((args, kwargs)))):
                 return func(*args, **kwargs)
         with own():
             return func(*args, **kwargs)
@@ -125,16 +124,13 @@ def _guarded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     return type(f"Offloaded{cls.__name__}", (cls,), members)
 
 
-def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        if is_guarded(value):
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _guarded_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _guarded_in(each)
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
 
 
 def _touch(tensor: torch.Tensor) -> None:
@@ -181,7 +177,7 @@ def give_up(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage, why:
 
 def touch_all(value: Any) -> None:
     """Touch what is guarded of a tensor, or of lists, tuples and dictionaries of them, for a reader in C++."""
-    for tensor in _guarded_in(value):
+    for tensor in filter(is_guarded, tensors_in(value)):
         _touch(tensor)
 
 

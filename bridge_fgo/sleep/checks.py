@@ -12,13 +12,14 @@ before a call if that is not enough:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from bridge_fgo.memory.guard import tensors_in
 from bridge_fgo.sleep.gradient_offloader import Backwards
 from bridge_fgo.sleep.moved import Kind
 from bridge_fgo.sleep.state_offloader import StateOffloader
@@ -49,7 +50,7 @@ class BackwardCheck(ForwardCheck):
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         """Register it on the output."""
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda grads: self._check())
 
@@ -190,11 +191,3 @@ def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     while isinstance(inner := getattr(found[-1], "module", None), torch.nn.Module):
         found.append(inner)
     return found
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)

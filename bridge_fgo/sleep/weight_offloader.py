@@ -332,28 +332,23 @@ class WeightOffloader:
         if not slabs:
             return
         with tally.part("params"):
-            copied = self._start_copies(slabs)
+            for slab in slabs:
+                slab.is_on_host = False
+            # The masters of the others were just compared.
+            summed = [
+                slab for slab in slabs if self._wakes_alone or not slab.is_rounded or slab.rounded_sums is not None
+            ]
+            copied, found = 0, sums_of(summed)
+            with self._beside.after_current():
+                for slab, sums in found.items():
+                    slab.trust_masters_of(sums)
+                    if not slab.is_rounded or self._wakes_alone or not slab.lacks_copy(sums):
+                        copied += slab.copy_changed(sums)
+                        slab.is_on_host = True
         tally.copy("params", copied)
         if copied >= RETURNED_BYTES:  # meanwhile the driver takes back gradients, and what was cached
             with tally.part("driver"):
                 return_to_driver(self._device)
-
-    def _start_copies(self, slabs: Sequence[WeightSlab]) -> int:
-        """Start the copies of what masters do not round to and the host lacks; return the bytes."""
-        summed = []
-        for slab in slabs:
-            slab.is_on_host = False
-            was_just_compared = slab.is_rounded and slab.rounded_sums is None
-            if self._wakes_alone or not was_just_compared:
-                summed.append(slab)
-        copied, found = 0, sums_of(summed)
-        with self._beside.after_current():
-            for slab, sums in found.items():
-                slab.trust_masters_of(sums)
-                if not slab.is_rounded or self._wakes_alone or not slab.lacks_copy(sums):
-                    copied += slab.copy_changed(sums)
-                    slab.is_on_host = True
-        return copied
 
     def release(self, slabs: Sequence[WeightSlab]) -> int:
         """Release the memory of weights after `start_offload`; return the bytes, 0 where it was released."""
