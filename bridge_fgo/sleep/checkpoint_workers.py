@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any
 
 from bridge_fgo.sleep.caches import of_module
+from bridge_fgo.states.shadowed import replaced
 
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 
@@ -85,9 +86,4 @@ def _wrap(queue: Any) -> None:
         finally:
             forget_sent()
 
-    def undo() -> None:
-        if queue.schedule_async_request is scheduled:  # else other code has wrapped it once more, and keeps it
-            queue.schedule_async_request = schedule
-
-    queue.schedule_async_request = scheduled
-    _undo[queue] = undo
+    _undo[queue] = replaced(queue, "schedule_async_request", scheduled)

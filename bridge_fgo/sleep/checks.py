@@ -23,6 +23,7 @@ from bridge_fgo.memory.guard import tensors_in
 from bridge_fgo.sleep.gradient_offloader import Backwards
 from bridge_fgo.sleep.moved import Kind
 from bridge_fgo.sleep.state_offloader import StateOffloader
+from bridge_fgo.states.shadowed import replaced
 
 Check = Callable[[], None]
 
@@ -139,16 +140,7 @@ class Checks:
             after()
             return result
 
-        def undo() -> None:
-            if vars(owner).get(name) is not checked:
-                return  # other code has wrapped it once more, and keeps it
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        setattr(owner, name, checked)
-        self._undo.append(undo)
+        self._undo.append(replaced(owner, name, checked))
 
     def require(self, *kinds: Kind) -> None:
         """Raise RuntimeError if one of these is away."""

@@ -14,7 +14,7 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.parallel import batch_refusal
+from bridge_fgo.tools.job.parallel import goes_with
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
     adapters_of,
@@ -318,21 +318,13 @@ class Recommender:
 
         parallel, train = self._job.parallel, config.train
         most = parallel.gpus // parallel.data * (train.global_batch_size // train.micro_batch_size)
-        counts = [gpus for gpus in range(1, 1 + most) if self._takes(gpus)]
+        counts = [gpus for gpus in range(1, 1 + most) if goes_with(gpus, parallel, config)]
         found = []
         for is_resident in (True, False):
             place = bisect_left(counts, True, key=lambda gpus, only=is_resident: best(gpus, only) is not None)
             found += [best(gpus, is_resident) for gpus in counts[place : place + 1]]
         fewest = min(found, key=lambda way: (way.gpus, way.step), default=None)
         return [way for way in dict.fromkeys(found) if way not in choices], fewest
-
-    def _takes(self, gpus: int) -> bool:
-        """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""
-        try:
-            parallel = replace(self._job.parallel, gpus=gpus)
-        except ValueError:
-            return False
-        return not batch_refusal(self._job.config, parallel) and not parallel.stage_ranks % parallel.optimizer_instances
 
     def _recomputations(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""

@@ -68,10 +68,12 @@ def sum_of(
         offloaded += [state for bundle in chosen for state in bundle.states]
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         parts += layouts
-        host_bytes -= sum(slab.layout.nbytes for part in layouts for slab in part.slabs)
-        masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
+        of_source = [slab for part in layouts for slab in part.slabs]
+        host_bytes -= sum(slab.layout.nbytes for slab in of_source)
+        masters_held += 0 if divides else sum(slab.layout.nbytes for slab in of_source if slab.written_back)
+    slabs = [slab for part in parts for slab in part.slabs]
     # Storages that others hold views of leave whole, with bytes that no state has.
-    whole = [slab for part in parts for slab in part.slabs if any(state.home is not None for state in slab.states)]
+    whole = [slab for slab in slabs if any(state.home is not None for state in slab.states)]
     padding = sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
     sizes = [size_of(part) for part in parts]
     return StateBytes(
@@ -82,7 +84,7 @@ def sum_of(
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
         tuple(size.transit_bytes for size in sizes),
-        sum(map(copied_bytes, parts)),
+        sum(slab.codec.link_bytes for slab in slabs),
         masters_held,
     )
 
@@ -91,16 +93,6 @@ def size_of(part: PartLayout) -> PartBytes:
     """Return the bytes of the slabs of a part, and the most GPU memory that they hold, which is on their way."""
     nbytes = sum(slab.layout.nbytes for slab in part.slabs)
     return PartBytes(nbytes, nbytes + sum(slab.codec.staging_bytes for slab in part.slabs))
-
-
-def copied_bytes(part: PartLayout) -> int:
-    """Return the bytes that a copy of a part's slabs takes over the link."""
-    return sum(slab.codec.link_bytes for slab in part.slabs)
-
-
-def written_back_bytes(part: PartLayout) -> int:
-    """Return the bytes of a part's slabs whose states are copied to the model's weights after the update."""
-    return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
 
 
 def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
