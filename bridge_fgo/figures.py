@@ -9,7 +9,7 @@ from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.meters import PeakMeter, StepClock, Traffic
 
 COUNTERS = ("out", "back", "seconds")
-"""Counters of `Traffic`, of which states have one and gradients another."""
+"""Counters of a `Traffic`; states have one, and gradients another."""
 GRADIENT_FIGURES = ("gradient_bytes", "gradient_bytes_offloaded", "gradient_bytes_reloaded")
 """Fields of `Stats` about gradients."""
 

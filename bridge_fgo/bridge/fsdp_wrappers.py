@@ -112,7 +112,7 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 
 def _replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
-    """Return a state dictionary, or a value of one, with each DTensor replaced; itself where none was."""
+    """Return a state dictionary, or a value of one, with each DTensor replaced; itself if none was."""
     if isinstance(value, DTensor):
         return by(value)
     if isinstance(value, dict):

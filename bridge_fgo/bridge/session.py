@@ -377,7 +377,7 @@ def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gra
 
 
 def active_session() -> Session | None:
-    """Return the session whose training step is running; None where an uninstall within the step has closed it."""
+    """Return the session whose training step is running; None if an uninstall within the step has closed it."""
     return _active[-1] if _active and not _active[-1].closed else None
 
 
@@ -422,7 +422,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
-    """Return the session that drives a training step, or None where the flag is not set.
+    """Return the session that drives a training step, or None if the flag is not set.
 
     A flag that was unset in mid-run makes the states resident and closes the session.
 

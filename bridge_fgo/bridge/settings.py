@@ -73,7 +73,7 @@ def given_settings(optimizer_config: Any) -> dict[str, Any]:
 
 
 def settings_of(optimizer_config: Any, installed: OffloadConfig | None = None) -> OffloadConfig:
-    """Return the settings in force for an OptimizerConfig: its own, and the installed ones where it sets none.
+    """Return the settings in force for an OptimizerConfig: its own, and the installed ones if it sets none.
 
     The config may be the section of a saved one. `installed` is what else was given, on a command line for example;
     None for what `install` was given.

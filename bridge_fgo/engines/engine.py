@@ -110,7 +110,7 @@ class Engine(ABC):
     def end_step(self, updated: bool) -> None:  # noqa: B027
         """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
 
-        ValueError, with the least budget that can be met, where the budget cannot.
+        ValueError, with the least budget that can be met, if the budget cannot.
         """
 
     # Readers and writers, on the current stream; of one source, or of all.

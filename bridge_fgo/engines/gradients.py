@@ -37,7 +37,7 @@ MOST_LEAVING = 4  # buckets whose copies out may be under way; most of DDP's, of
 
 AHEAD = 1
 """Buckets that are prefetched ahead of the one that a backward needs, and layers before the end of a forward at which
-the first one is. A layer's backward takes ten times as long as the copy of its gradients where they hide at all."""
+the first one is. A layer's backward takes ten times as long as the copy of its gradients if they hide at all."""
 
 LARGEST_SHARE = 4
 """A bucket with more than a fourth of all gradients stays: it would be back for most of each backward. mcore makes one
@@ -206,7 +206,7 @@ class Gradients:
         for one in mine:
             one.require()
         # Race: a copy out would read, and its release free, what the collective still writes: `is_last_microbatch` may
-        # be reset before that is over, as where mcore aligns the reductions of pipeline stages.
+        # be reset before that is over: mcore may align the reductions of pipeline stages.
         self._in_use = [bucket for bucket in self._in_use if bucket not in mine]
 
     # A pass.
@@ -347,11 +347,11 @@ def _forget_shards(group: Any) -> None:
 
 
 def gradients_of(owner: Any) -> Gradients | None:
-    """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None where mcore keeps them."""
+    """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None if mcore keeps them."""
     return vars(owner).get(MANAGED)
 
 
 def buckets_of(buffer: Any) -> list[GradientBucket]:
-    """Return the buckets of a buffer of mcore's whose gradients are managed; none where mcore keeps them."""
+    """Return the buckets of a buffer of mcore's whose gradients are managed; none if mcore keeps them."""
     gradients = gradients_of(buffer)
     return [] if gradients is None else gradients.buckets_of(buffer)

@@ -134,7 +134,7 @@ class StepClock:
         self._used += 1
 
     def seconds(self) -> float | None:
-        """Return the sum of what was measured in the step; None where nothing was or the GPU is not past it yet."""
+        """Return the sum of what was measured in the step; None if nothing was or the GPU is not past it yet."""
         pairs = self._pairs[: self._used]
         if not pairs or not pairs[-1][1].query():
             return None
@@ -149,7 +149,7 @@ class Ledger:
         self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes  # what one takes; see `block_rounding`
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
-        Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
+        Weak: a slab that a copy keeps alive must not keep its observer alive."""
 
     def change[T](self, difference: int, action: Callable[..., T], *args: Any) -> T:
         """Call what takes (or, negative, gives back) that many bytes; they count if it succeeds."""
@@ -194,7 +194,7 @@ def block_rounding(device: torch.device) -> Callable[[int], int]:
     """Return what gives the bytes of the block for an allocation, at most, by the allocator's settings.
 
     `roundup_power2_divisions` has the divisions between one power of two and the next, from 1 MiB on. Of a block that
-    `max_split_size_mb` forbids to split up to 20 MiB more are taken, where segments cannot expand. 1 MiB a block, which
+    `max_split_size_mb` forbids to split up to 20 MiB more are taken, if segments cannot expand. 1 MiB a block, which
     may be left over otherwise, is not counted: the margins below a limit are for that.
     """
     divisions: list[int] = []
@@ -226,7 +226,7 @@ class DeviceRoom:
     """All memory of a GPU that PyTorch may have, but what others have, and a margin: `gpu_memory_budget_gib="auto"`.
 
     Others are the CUDA context, NCCL, libraries' workspaces and other processes. The margin is for holes: memory that
-    PyTorch's allocator has reserved and that fits nothing. Where it was too small, the allocator has to give back what
+    PyTorch's allocator has reserved and that fits nothing. If it was too small, the allocator has to give back what
     it caches, which takes time, or training would run out of memory.
     """
 

@@ -173,9 +173,9 @@ class RemainderKernels:
         self._grids: dict[tuple[int, int], Grid] = {}  # by the first of the rows of a launch, and how many they are
 
     def look_up(self, required: bool = True) -> bool:
-        """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
+        """Write the table anew if weights are elsewhere now: a buffer may be let go of, and taken again.
 
-        Where weights have no memory it returns False, or raises RuntimeError if they are `required` for packed masters.
+        If weights have no memory it returns False, or raises RuntimeError if they are `required` for packed masters.
         """
         buffers = [buffer() for buffer in self._buffers]
         # Without memory the start of a view is its offset, not 0.

@@ -76,7 +76,7 @@ class Transfers:
     def begin_pass(self) -> None:
         """Remember the current stream, of forward and backward, as the training stream until the next pass.
 
-        Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. Where a pass
+        Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. If a pass
         is on another stream than the one before, that waits for what the one before holds; a former training stream
         that goes on to compute something of its own has to wait for the new one, as with any memory of PyTorch's that
         another stream uses.
@@ -187,7 +187,7 @@ class Lane:
         self._copier = copier
         self._owned = Stream(), Stream()
         self._handles = tuple(stream.handle for stream in self._owned)
-        # By PyTorch a thread without a CUDA context can wait for them too, as where Python collects a lane in it.
+        # By PyTorch a thread without a CUDA context can wait for them too: Python may collect a lane in it.
         self._streams = tuple(torch.cuda.ExternalStream(handle.value, device) for handle in self._handles)
         self._ends = (Event(), Event())
         self._turn = 0
@@ -220,7 +220,7 @@ class Lane:
         if self._is_open:
             self._end_with(self._ends[self._turn])
         turn = 1 - self._turn
-        # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
+        # Race: the copies of a lane are one sequence: a wait for the last is one for all.
         self._last.block(self._handles[turn])
         self._turn, self._run = turn, 0
 
@@ -267,7 +267,7 @@ class CudaTransfers(Transfers):
         before, compute = self._compute.cuda_stream, torch.cuda.current_stream(self._device)
         if before != compute.cuda_stream:
             # Race: what only the stream before has waited for (a copy out between steps) may still be under way.
-            self._order(before, compute.cuda_stream)  # first: a pass that is tried again where this fails needs it too
+            self._order(before, compute.cuda_stream)  # first: a pass that is tried again if this fails needs it too
         self._compute, self._handle = compute, compute.cuda_stream
         self._alone = (self._handle,)
         self._out.awaited = self._in.awaited = 0  # it may be another stream now

@@ -12,7 +12,7 @@ from bridge_fgo.memory.meters import Ledger
 from bridge_fgo.memory.slab import Slab, SlabState, decode_together
 from bridge_fgo.memory.transfers import Transfers
 
-LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, where room has to be made for them first
+LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, if room has to be made for them first
 
 
 class SlabQueue:
@@ -150,7 +150,7 @@ class SlabQueue:
             self.give_back()
 
     def fetch(self, slab: Slab, limit: int) -> None:
-        """Copy back a slab that the update needs now, and make room for it; where there is no memory, twice.
+        """Copy back a slab that the update needs now, and make room for it; if there is no memory, twice.
 
         It was released; it may be one of those that stay, for which there was no memory before. All slabs keep to
         `limit` bytes, as far as it takes no more than releasing what is being copied out.

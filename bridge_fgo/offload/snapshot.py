@@ -142,7 +142,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Loading(Snapshot):
     """Hands out host memory to load the states of one optimizer into, and puts there what was loaded elsewhere.
 
-    Where a slab is on the GPU, or a state is loaded in another dtype, their owner writes them there, two parts at most.
+    If a slab is on the GPU, or a state is loaded in another dtype, their owner writes them there, two parts at most.
     """
 
     most_borrowed = 2
@@ -180,7 +180,7 @@ class Loading(Snapshot):
     def put(self, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write) -> None:
         """Put loaded states of a parameter in their place: tensors by name, and what is no tensor.
 
-        They are in the memory that `hand_out` has handed out or in any other; it is called once more. Where the host
+        They are in the memory that `hand_out` has handed out or in any other; it is called once more. If the host
         does not get all of them, `write` writes what it is given to the states.
         """
         hand_out()

@@ -86,7 +86,7 @@ class WeightSlab(StorageSlab):
 
     def matches(self, where: Where) -> bool:
         """Return whether a predicate holds for its parameters; ValueError if it holds for some of them."""
-        with torch._C._EnableTorchFunction():  # whose guards refuse to read what is away
+        with torch._C._EnableTorchFunction():  # whose guards refuse to read offloaded memory
             answers = {bool(where(name, param)): name for name, param in self.params}
         if len(answers) > 1:
             raise ValueError(
@@ -351,7 +351,7 @@ class WeightOffloader:
                 return_to_driver(self._device)
 
     def release(self, slabs: Sequence[WeightSlab]) -> int:
-        """Release the memory of weights after `start_offload`; return the bytes, 0 where it was released."""
+        """Release the memory of weights after `start_offload`; return the bytes, 0 if it was released."""
         here = [slab for slab in slabs if slab.is_here]
         if not here:
             return 0

@@ -145,7 +145,7 @@ def master_state(param: torch.Tensor, rounds_to: WeightShard | None) -> State:
 
 
 def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
-    """Yield what an Adam keeps of a parameter: the moments, and a master where it is FusedAdam that has it."""
+    """Yield what an Adam keeps of a parameter: the moments, and a master if it is FusedAdam that has it."""
     has_masters = getattr(adam, "master_weights", False)
 
     def state(kind: str, name: str, dtype: torch.dtype) -> State:

@@ -35,7 +35,7 @@ def replaced(owner: Any, name: str, ours: Any) -> Callable[[], None]:
 
 
 def put_back(owner: Any, name: str, before: Any) -> None:
-    """Set an attribute as it was, or delete it where it was `ABSENT`."""
+    """Set an attribute as it was, or delete it if it was `ABSENT`."""
     if before is not ABSENT:
         setattr(owner, name, before)
     elif name in vars(owner):

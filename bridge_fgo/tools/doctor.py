@@ -75,7 +75,7 @@ def driver_version() -> str | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. near_cpus: CPUs of its NUMA node that this process may use; None where the machine does not say."""
+    """A GPU. near_cpus: CPUs of its NUMA node that this process may use; None if the machine does not say."""
 
     name: str
     memory_bytes: int
@@ -159,7 +159,7 @@ class Findings:
 
 
 def run(settings: DoctorSettings) -> int:
-    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read."""
+    """Print the findings; return 1 if this machine cannot train or not this config, 2 if it cannot be read."""
     machine = look()
     answer: dict[str, Any] = {}
     if not missing_packages():

@@ -80,7 +80,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job; ValueError where there is none, or it cannot be built."""
+    """Return what is known of the job; ValueError if there is none, or it cannot be built."""
     config, gpus = load_config(request["target"], request["overrides"])
     gpus_given = request["gpus"] or gpus
     gpus = parallel_of(config, gpus_given).gpus
@@ -171,7 +171,7 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     """Return whether the config asks for the offload, its refusals with the flag set, the engine and the settings.
 
-    ValueError where the config's settings are refused, or are others than those of `offload`.
+    ValueError if the config's settings are refused, or are others than those of `offload`.
     """
     from bridge_fgo import OffloadConfig
     from bridge_fgo.bridge.compat import as_if_set, choose_engine
@@ -276,7 +276,7 @@ def with_adapters(peft: Any, chunks: list[Any]) -> list[Any]:
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:
-    """Give the model the tokenizer's vocabulary, which is not loaded here; ValueError where nobody says its size."""
+    """Give the model the tokenizer's vocabulary, which is not loaded here; ValueError if nobody says its size."""
     if config.model.vocab_size is not None:
         return
     size = getattr(config.tokenizer, "vocab_size", None) or vocab_size

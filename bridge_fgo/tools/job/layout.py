@@ -154,7 +154,7 @@ class Bucket:
 
     unit: int | None  # number of the layer that is gathered with it, None outside of layers
     numel: int  # the group's elements
-    parameters: int  # of its part, or of all where that is not spread
+    parameters: int  # of its part, or of all if that is not spread
     gradients: int  # likewise
     weights: int  # of the temporary buckets in which weights are gathered
     reduced: int  # of those in which gradients wait to be reduced

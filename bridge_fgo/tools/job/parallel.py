@@ -18,7 +18,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Parallel:
-    """The parallelism of a job; ValueError where the ranks cannot be shared like that."""
+    """The parallelism of a job; ValueError if the ranks cannot be shared like that."""
 
     gpus: int
     tensor: int

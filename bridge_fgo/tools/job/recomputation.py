@@ -23,7 +23,7 @@ TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)  # tried in
 
 
 def recomputed_modules(model: Any) -> set[str]:
-    """Return what selective recomputation does again; nothing where there is none."""
+    """Return what selective recomputation does again; nothing if there is none."""
     is_on = getattr(model, "recompute_granularity", None) == "selective"
     return {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if is_on else set()
 

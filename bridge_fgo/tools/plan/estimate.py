@@ -39,7 +39,7 @@ class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
-    activations: None where not known. copies: host memory that mcore pins for those that it offloads.
+    activations: None if not known. copies: host memory that mcore pins for those that it offloads.
     away: of the states, what the settings offload. spared: by how much less gradients and activations are together with
     `OffloadConfig.gradients` than the sum of both; moving: bytes of gradients that leave between microbatches.
     count: trainable parameters that the rank computes with.
@@ -102,7 +102,7 @@ class LinkEstimate:
     link_seconds: one way of all that is copied, the slower. most_floor: the floor of the added step time with
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
-    Both are None where the activations, whose place copies need in forward and backward, are not known.
+    Both are None if the activations, whose place copies need in forward and backward, are not known.
     gradient_seconds: one way of the gradients that leave after a microbatch, while others return; one that takes as
     long hides them.
     """
@@ -332,7 +332,7 @@ def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, bu
 def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfig) -> list[str]:
     """Return the text of training's error where there is a budget that is below the least possible peak.
 
-    Where more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
+    If more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
     """
     budget = offload.gpu_memory_budget_bytes
     if budget is None:
@@ -369,7 +369,7 @@ def _link_estimate(
     of_gradients = moving / link.duplex if times else 0.0
 
     def floor(forward: float, backward: float) -> float:
-        """Return the slowest stage's; where activations are not known, they are given no room."""
+        """Return the slowest stage's; if activations are not known, they are given no room."""
         of_states = max(
             floor_seconds(nbytes, link.d2h, link.h2d, link.duplex, backward, forward, 0.0, room or 0)
             for nbytes, room in loads

@@ -78,7 +78,7 @@ LIKE = 0.02
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An error of a rank, in bytes; rank: None where the log does not say. phase: of training, or ""."""
+    """An error of a rank, in bytes; rank: None if the log does not say. phase: of training, or ""."""
 
     rank: int | None
     gpu: int

@@ -69,7 +69,7 @@ class Recommendation:
 
     choices: the first is the config as it is, with all on the GPU. advised: see `advised_of`. terms: what the times are
     made of. room: bytes that a peak may have. fewest: the way that fits on the fewest GPUs, with the same layout but
-    for data parallelism; None where none does, or where that is not known. command: that checks what is advised, or
+    for data parallelism; None if none does, or that is not known. command: that checks what is advised, or
     else the fewest.
     """
 
@@ -277,7 +277,7 @@ class Recommender:
             are_states_enough = fits
 
     def _why_gradients_stay(self, job: Job, moved: OffloadConfig) -> str:
-        """Return why gradients are not among what is compared; "" where they are."""
+        """Return why gradients are not among what is compared; "" if they are."""
         if self._offload.gradients:
             return f"OffloadConfig.gradients={self._offload.gradients!r} is part of every way with the offload"
         if refusal := next(iter(setting_refusals(job.config, moved)), ""):

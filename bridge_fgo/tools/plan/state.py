@@ -151,5 +151,5 @@ def _require_known_states(job: Job) -> None:
 
 
 def is_served_by_mcore(job: Job, offload: OffloadConfig) -> bool:
-    """Return whether mcore's own offloader would serve the job; where it is refused, as the settings say."""
+    """Return whether mcore's own offloader would serve the job; if it is refused, as the settings say."""
     return (job.engine or offload.engine).startswith("mcore")

@@ -47,7 +47,7 @@ class Verdict:
 
 
 def verdicts(estimate: Estimate) -> list[Verdict]:
-    """Return the verdict on each of the estimate's systems; on all where it has a speed alone."""
+    """Return the verdict on each of the estimate's systems; on all if it has a speed alone."""
     asked = {row.link.name: row.link.gpus for row in estimate.links}
     if not asked.keys() <= SYSTEMS.keys():
         asked = {name: system.link.gpus for name, system in SYSTEMS.items()}

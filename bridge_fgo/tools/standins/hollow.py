@@ -59,7 +59,7 @@ class HollowModule(ModuleType):
 def import_bridge() -> None:
     """Import mcore as if Transformer Engine were not there, then Bridge with the hollow one. Idempotent.
 
-    RuntimeError where mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
+    RuntimeError if mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
     """
     top = TRANSFORMER_ENGINE[0]
     if isinstance(sys.modules.get(top), HollowModule):

@@ -233,7 +233,7 @@ class ShapesFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Put the shapes in Transformer Engine's place from now on; RuntimeError where Megatron is imported already."""
+    """Put the shapes in Transformer Engine's place from now on; RuntimeError if Megatron is imported already."""
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
     sys.meta_path.insert(0, ShapesFinder())
