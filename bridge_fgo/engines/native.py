@@ -20,7 +20,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.advice import Advice
 from bridge_fgo.offload.profile import Mark
@@ -244,7 +244,8 @@ class NativeEngine(CheckpointingEngine):
                 self.masters.check_anew([source])
                 stack.enter_context(self.masters.trusted(source))
                 # One launch for all parameters takes the host less time than one for each part, and needs all states.
-                if not (source.updates_in_place and offloaded.is_all_here):
+                all_stay = not offloaded.moving and all(slab.state is SlabState.RESIDENT for slab in offloaded.slabs)
+                if not (source.updates_in_place and all_stay):
                     stack.enter_context(source.stepping(run, offloaded.owners))
             if self._stepped is not None:
                 self._stepped.discard(source)

@@ -56,11 +56,6 @@ class OffloadedSource:
             each.slabs = [slab for slab in each.slabs if slab not in slabs]
 
     @property
-    def is_all_here(self) -> bool:
-        """Whether every part stays on the GPU, and is resident."""
-        return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
-
-    @property
     def moving(self) -> list[Slab]:
         """The slabs that do not stay on the GPU."""
         return [slab for part in self.parts if not part.stays for slab in part.slabs]

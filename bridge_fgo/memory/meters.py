@@ -17,7 +17,15 @@ ACTIVE = "active_bytes.all.peak"
 """Allocated, or freed while a stream that `record_stream` named may still use it: until then nobody else gets it."""
 RESERVED = "reserved_bytes.all.peak"
 
-COMMON_POOL = (0, 0)  # the allocator's pool of whatever no graph has for itself
+
+def segments() -> list[dict[str, Any]]:
+    """Return the segments of PyTorch's own allocator; none of another one, for a snapshot of which PyTorch raises."""
+    return torch.cuda.memory_snapshot() if torch.cuda.get_allocator_backend() == "native" else []
+
+
+def is_graphs(segment: dict[str, Any]) -> bool:
+    """Return whether a segment is in a private pool: that of a CUDA graph, say."""
+    return tuple(segment["segment_pool_id"]) != (0, 0)
 
 
 class DeviceMemory(NamedTuple):
@@ -55,9 +63,7 @@ class PeakMeter:
     @property
     def expands(self) -> bool:
         """Whether the allocator's segments can grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`)."""
-        if not self.works or torch.cuda.get_allocator_backend() != "native":
-            return False  # PyTorch raises for a snapshot of another allocator
-        return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        return self.works and any(segment["is_expandable"] for segment in segments())
 
     @property
     def holes(self) -> int:
@@ -89,9 +95,9 @@ class PeakMeter:
 
     def count_graphs(self) -> None:
         """Find out anew what CUDA graphs keep: their pools are closed to all others as long as the graphs are there."""
-        if self.works and torch.cuda.get_allocator_backend() == "native":
-            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != COMMON_POOL]
-            self.kept_by_graphs = sum(segment["total_size"] - segment["active_size"] for segment in segments)
+        if self.works:
+            graphs = filter(is_graphs, segments())
+            self.kept_by_graphs = sum(each["total_size"] - each["active_size"] for each in graphs)
 
     def _read(self) -> None:
         # `memory_stats` takes the host five times as long: it makes some two hundred names of this, and sorts them.

@@ -164,8 +164,8 @@ class Schedule:
                 known.intervals.append(0)
                 recorder.record(known)
         elif plan is not None:
-            held = self.ledger.nbytes
-            if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
+            held, may_bring = self.ledger.nbytes, not (self.queue.is_through or self.queue.is_short)
+            if held > plan.leave[self._index] or (may_bring and held < plan.come[self._index]):
                 with self.transfers.on_compute_stream():
                     self._hold_to(plan)
 

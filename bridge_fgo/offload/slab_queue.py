@@ -42,11 +42,6 @@ class SlabQueue:
         """Whether all slabs have been copied back in this pass, or are on their way."""
         return self._next >= len(self.slabs)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether slabs may be prefetched."""
-        return not (self.is_through or self.is_short)
-
     def mark_here(self, slab: Slab) -> None:
         """Note that a slab is on the GPU, and so are those before it."""
         self._next = max(self._next, self._position.get(slab, -1) + 1)
