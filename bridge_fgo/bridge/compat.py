@@ -19,11 +19,8 @@ TRANSFORMER = "transformer"
 TRAINING = "megatron.bridge.training"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
 CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
-OF_MCORE: dict[str, tuple[float, Choice]] = {
-    "optimizer_state_offload_fraction": (1.0, "mcore generation 2"),
-    "optimizer_state_offload_chunk_size_mb": (0, "mcore generation 2"),
-}
-"""Settings of mcore's own offloaders, each with its default and with the engine that honours it."""
+OF_MCORE = {"optimizer_state_offload_fraction": 1.0, "optimizer_state_offload_chunk_size_mb": 0}
+"""Settings of mcore's own offloader of generation 2, each with its default."""
 
 
 _PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
@@ -202,22 +199,18 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
                 "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
-    may_be_mcore = config.engine == "mcore" or (config.engine == "auto" and is_adam and not native_only)
-    has_adam = engine == "mcore generation 2" or (may_be_mcore and upstream_adam_is_fused())
-    if config.engine == "mcore":
-        if not has_adam:
+        if engine != "mcore generation 2" and not upstream_adam_is_fused():
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
-        assert engine is not None
         return engine
-    for name, (default, honours) in OF_MCORE.items():
+    for name, default in OF_MCORE.items():
         value = getattr(optimizer_config, name, default)
         if value == default:
             continue
-        if engine == honours and may_be_mcore and has_adam:
-            return honours
+        if engine == "mcore generation 2" and config.engine == "auto" and is_adam and not native_only:
+            return engine
         raise ValueError(
             f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
             "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"
