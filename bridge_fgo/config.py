@@ -4,8 +4,6 @@ Every command line, NeMo-Run's settings and `optimizer.offload` of Bridge's conf
 The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.tools.options`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """Figures of each training step: bytes moved, memory peaks by phase, the optimizer's time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 from bridge_fgo.engines.engine import Engine

@@ -1,7 +1,5 @@
 """Which Bridge and mcore are here, and which engine serves them."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import re

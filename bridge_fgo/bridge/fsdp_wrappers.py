@@ -24,8 +24,6 @@ layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU. Other c
 first and third step, and of the copy to the weights, runs once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists a
 `compat.choose_engine` refuses settings that no engine honours, and `optimizers.eligible` built optimizers.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

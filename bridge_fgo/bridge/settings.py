@@ -6,8 +6,6 @@ a config is validated it holds all settings in force, so that the saved run conf
 run` asks for the flag even if the script has imported nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import weakref

@@ -4,8 +4,6 @@ For code that reads or writes states outside of a training step, an engine of mc
 `CheckpointingEngine` has verbs of its own for such code.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

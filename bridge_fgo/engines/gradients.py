@@ -16,8 +16,6 @@ The time line of a step:
 None of this decides what is right: code that reads a gradient that is not on the GPU waits until it is.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from typing import Any

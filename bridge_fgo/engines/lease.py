@@ -11,8 +11,6 @@ Patches know of the engine only while they are to use it (`attachment_of`). Stat
 are read and stepped as without this package.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

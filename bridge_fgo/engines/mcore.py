@@ -10,8 +10,6 @@ Upstream's code copies, pins, and keeps to no budget. Each member supplies the w
   restore what they read.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, override

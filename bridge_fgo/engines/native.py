@@ -1,7 +1,5 @@
 """The native engine: offload of all sources of a rank, slab by slab, in one schedule."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence

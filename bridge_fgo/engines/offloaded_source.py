@@ -1,7 +1,5 @@
 """The states of one source: those that are offloaded, in parts and slabs, and those that stay on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from bridge_fgo.config import OffloadConfig

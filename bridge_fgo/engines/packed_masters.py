@@ -3,8 +3,6 @@
 They cannot be decoded if something but the optimizer has changed their weights meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 

@@ -13,8 +13,6 @@ With one for kernels and eight for copies it was 0.82, with 32 in the same run 0
 of 4 bytes behind the update waited 1 ms with 32 queues, and 86 ms with one, until the copies out were over.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

@@ -1,7 +1,5 @@
 """A 64-bit sum over the bytes of GPU memory: tells whether what a host copy was made of has changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

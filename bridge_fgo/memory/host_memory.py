@@ -1,7 +1,5 @@
 """How much host memory there is, and on which CPUs it is near a GPU."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

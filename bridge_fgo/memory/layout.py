@@ -1,7 +1,5 @@
 """Which states go, which are updated in one go, and how they lie in slabs: arithmetic on sizes in bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Meters: peaks and room of GPU memory, the allocator's blocks, and bytes and host time of moves."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterator

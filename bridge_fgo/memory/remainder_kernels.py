@@ -6,8 +6,6 @@ be several times as much. By the driver a launch takes the host 5.7 us, by Trito
 a C compiler for that, and cannot take the places of several slabs as an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter

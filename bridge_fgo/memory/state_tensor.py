@@ -1,7 +1,5 @@
 """State tensors that may move, described as plain data that a source fills in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 

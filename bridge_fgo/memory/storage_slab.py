@@ -1,7 +1,5 @@
 """A storage that others hold views of: emptied and filled in place, with some of its byte ranges kept on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 

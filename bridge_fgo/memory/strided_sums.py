@@ -1,7 +1,5 @@
 """CUDA kernels that add up a term for each place of an array: the part of them that is the same, and their launch."""
 
-from __future__ import annotations
-
 import torch
 
 from bridge_fgo.memory.cuda_driver import Kernel, compile_for, current_stream, make_grid

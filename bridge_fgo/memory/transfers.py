@@ -1,7 +1,5 @@
 """Copies of slabs between GPU memory and host buffers: the verbs, done at once on a host, and how CUDA does them."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import defaultdict

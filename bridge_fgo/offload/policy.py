@@ -5,8 +5,6 @@ or ends its backward. Point 0 is the release before the first forward. The inter
 next one; the optimizer step is an interval of its own. All sizes are in bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate

@@ -34,8 +34,6 @@ inputs. If one is larger than measured, everything is released until the pass en
 their points again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, takewhile
 from operator import attrgetter

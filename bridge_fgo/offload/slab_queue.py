@@ -1,7 +1,5 @@
 """The slabs that move: which one is released or prefetched next, as far as there is GPU memory."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """States for a checkpoint: read from the host, where the bytes of what is offloaded are, and loaded to it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

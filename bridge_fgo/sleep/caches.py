@@ -5,8 +5,6 @@ those that a forward makes of parameters with "params", those that a backward wr
 workspaces of the process once both are away.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet

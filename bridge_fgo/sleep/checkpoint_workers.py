@@ -6,8 +6,6 @@ handles while it writes. NVRx's keeps them until it ends if a checkpoint's struc
 GPU in between has other memory: the worker would write the old memory, which the driver cannot take back either.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import wraps

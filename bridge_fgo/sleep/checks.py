@@ -9,8 +9,6 @@ before a call if that is not enough:
 - A save gathers bucket by bucket. A rank whose shard of a bucket is empty touches nothing, and would wait for others.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

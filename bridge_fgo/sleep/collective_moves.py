@@ -4,8 +4,6 @@ What a rank decides by itself leads to no collective. Every rank runs each colle
 all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps

@@ -3,8 +3,6 @@
 They move in slabs, of one storage each: this rank's shard of a DDP buffer, or a weight with a storage of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, override

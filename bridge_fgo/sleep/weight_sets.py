@@ -4,8 +4,6 @@ A rank keeps its own shard, as a sleep copies it, and persistent buffers of modu
 weights are where a sleep has them, on the host; a copy there that is current is not made again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

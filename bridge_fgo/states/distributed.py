@@ -4,8 +4,6 @@ Reads only attributes that every mcore from 0.15 on has: `optimizer` (the Adam i
 and `state`, `shard_fp32_from_float16_groups` and `buffers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial

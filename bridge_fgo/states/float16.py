@@ -7,8 +7,6 @@ Reads only these attributes: `optimizer` (the one inside), its `param_groups` an
 `float16_groups`, and the scalars that say where its tensors are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -9,8 +9,6 @@ Reads only these attributes: the optimizer's `optimizer` and `model_chunks`, the
 `parameter_groups`, and of each its `params`, `dtype` and `main_weight_buffer`; and `orig_param` of the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace

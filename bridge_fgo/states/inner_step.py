@@ -1,7 +1,5 @@
 """Stepping a torch optimizer that updates every parameter for itself, for some of its parameters at a time."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

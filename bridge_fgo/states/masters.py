@@ -1,7 +1,5 @@
 """fp32 masters: mcore's copy of them to the model's weights, for some at a time, and making them without GPU memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

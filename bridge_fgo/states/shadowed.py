@@ -1,7 +1,5 @@
 """Other attributes of an object for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The protocol between an engine and the owner of states: one source for each optimizer of a rank."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """`bridge-fgo doctor`: what is installed, what will happen with the flag on a config, and what is in the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

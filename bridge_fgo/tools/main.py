@@ -3,8 +3,6 @@
 Nothing here imports torch or Megatron, so that `--help` answers at once: each command loads what it needs.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

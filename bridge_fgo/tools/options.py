@@ -5,8 +5,6 @@ give is left out and keeps its default. `--slab-bytes`, `slab_bytes=` and `optim
 field.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

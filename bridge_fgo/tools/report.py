@@ -3,8 +3,6 @@
 TensorBoard and W&B show the figures of each run. This says what one run saves against another, and at what price.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import statistics

@@ -1,7 +1,5 @@
 """A command's options, declared once: as the fields of the dataclass that it gets."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields

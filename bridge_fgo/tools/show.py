@@ -1,7 +1,5 @@
 """Print figures as text, and tables, for all commands."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

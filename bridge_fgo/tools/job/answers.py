@@ -4,8 +4,6 @@
 installed; a test holds them against it.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json

@@ -9,8 +9,6 @@ object on stdout; whatever Megatron prints goes to stderr. With torch's fake pro
 of the same config.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -1,7 +1,5 @@
 """A training job as `plan` and `doctor` know it: its settings, its size and each stage's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

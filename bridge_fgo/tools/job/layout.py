@@ -4,8 +4,6 @@ Bridge wraps the model chunks and builds their optimizer as `pretrain()` does; t
 there are. Runs in the builder, whose process groups do nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 `python tests/tools/setting_names.py` keeps them anew; a test holds them against the installed Bridge.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The parallelism of a job: how many ranks share its parameters and states."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Makes Bridge's ConfigContainer of the recipe or the saved run config that a user names."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Kinds of recomputation and activation offload that `plan --recommend` compares, as changes of a job's config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in

@@ -4,8 +4,6 @@
 `plan` says.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What can be told of a job's name before torch and Megatron are imported, which takes some 15 s."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence

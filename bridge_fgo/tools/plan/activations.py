@@ -16,8 +16,6 @@ Not counted: the transport buffers of token dispatchers, communication buffers, 
 (its activations are counted as 16-bit), CUDA graphs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`bridge-fgo plan`: from a recipe or a saved run config to tables or JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

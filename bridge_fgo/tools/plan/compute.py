@@ -7,8 +7,6 @@ the traffic of the score matrices was taken off). Unfused attention also passes 
 times forward and 7 times backward. Not counted: communication, the optimizer's own update, FP8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

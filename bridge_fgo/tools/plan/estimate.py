@@ -1,7 +1,5 @@
 """The memory of every rank of a job by component, with and without the offload, and the time on the link."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

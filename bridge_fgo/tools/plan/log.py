@@ -4,8 +4,6 @@ The error's text is PyTorch's (`c10/cuda/CUDACachingAllocator.cpp`). The setting
 as "Configuration Summary".
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ and where no masters tell them, a rank copies its own shard, and gets the others
 cross whole. All in the steady state, from the second cycle on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass

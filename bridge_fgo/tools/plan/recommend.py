@@ -1,7 +1,5 @@
 """`bridge-fgo plan --recommend`: the settings with which a job fits a system, and the fastest of them."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """What the ranks of a job hold, and the bytes of their optimizer states by the engine's own arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Whether a job fits: peaks against the memory of the systems that people train on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum

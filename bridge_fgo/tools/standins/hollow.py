@@ -8,8 +8,6 @@
 Nothing hollow computes: calling or instantiating any of it raises.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -7,8 +7,6 @@ taken from it (2.17). mamba_ssm and deep_ep stand in too: mcore asks for them an
 Nothing here computes. To be installed before Megatron is imported, in a process of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
