@@ -18,10 +18,6 @@ def readable(nbytes: float) -> str:
 
 Engine = Literal["auto", "native", "mcore"]
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
-
-
 ALWAYS = ("measure", "activation_waits")
 """Settings that have an effect while the offload is off, and with every engine."""
 

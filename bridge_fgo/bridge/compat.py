@@ -1,6 +1,5 @@
 """Which Bridge and mcore are here, and which engine serves them."""
 
-import copy
 import importlib.util
 import re
 import sys
@@ -131,15 +130,6 @@ def check_flag(optimizer_config: Any) -> None:
             )
 
 
-def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
-    """Return whether an OptimizerConfig has anything in a flag but False, and one like it whose flag is set."""
-    asked = any(getattr(optimizer_config, name, False) is not False for name in (FLAG, CHUNKED_FLAG))
-    result = copy.copy(optimizer_config)
-    if not asked:
-        setattr(result, FLAG, True)
-    return asked, result
-
-
 def upstream_generation() -> Choice | None:
     """Return which offloader the installed mcore has, by its capabilities; None if it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -160,18 +150,6 @@ def upstream_adam_is_fused() -> bool:
     return distrib_optimizer.Adam.__module__.startswith("transformer_engine")
 
 
-def native_only_refusal(config: OffloadConfig) -> str:
-    """Return why settings are refused with engine="mcore", which does not honour them; "" if they are not."""
-    settings = config.native_only_settings() if config.engine == "mcore" else []
-    if not settings:
-        return ""
-    return (
-        f"OffloadConfig.{', '.join(settings)}: not honoured by engine='mcore'; use engine='native', or leave the "
-        "defaults (generation 2 has optimizer.optimizer_state_offload_fraction and "
-        "optimizer.optimizer_state_offload_chunk_size_mb of its own)"
-    )
-
-
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run; ValueError if the one asked for is missing, or ignores a setting."""
     if numel := getattr(optimizer_config, CHUNK_NUMEL, 0):
@@ -189,8 +167,12 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 f"OffloadConfig.engine='mcore': megatron-core {mcore_version()} has no optimizer-state offloader; "
                 "use engine='native' or 'auto'"
             )
-        if refusal := native_only_refusal(config):
-            raise ValueError(refusal)
+        if native_only:
+            raise ValueError(
+                f"OffloadConfig.{', '.join(native_only)}: not honoured by engine='mcore'; use engine='native', or "
+                f"leave the defaults (generation 2 has {' and '.join(f'optimizer.{name}' for name in OF_MCORE)} of its "
+                "own)"
+            )
         if not is_adam:
             raise ValueError(
                 f"OffloadConfig.engine='mcore' with optimizer.optimizer={optimizer_config.optimizer!r} and "

@@ -30,7 +30,7 @@ from bridge_fgo.memory.host_memory import (
 from bridge_fgo.tools.job.answers import ask_builder, kept_installation, missing_packages
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.link import probe
-from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
+from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, fullest_node, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
 from bridge_fgo.tools.show import are_not_installed, readable_bytes, tell
@@ -253,7 +253,7 @@ def _examine_memory(
     # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
     is_known = ranks is not None or job.parallel.gpus == 1
     here = min(ranks or 1, job.parallel.gpus)
-    of_node = sum(estimate.fullest_node(here)) if is_known else None
+    of_node = sum(fullest_node(estimate.pinned, here)) if is_known else None
     config |= {
         "state_bytes": [stage.states.total for stage in estimate.stages],
         "pinned_by_rank": pinned if job.flag else 0,
@@ -268,7 +268,7 @@ def _examine_memory(
         return 0
     if machine.gpus and is_served_by_mcore(job, estimate.offload):
         # mcore's own offloader does not ask for the memory of this machine.
-        needed, free, whole = sum(estimate.fullest_node(here)), available_bytes(), total_bytes()
+        needed, free, whole = sum(fullest_node(estimate.pinned, here)), available_bytes(), total_bytes()
         if needed > free:
             findings.warnings.append(
                 f"mcore's offloader pins {pinned} bytes a rank in the first steps, about {needed} on this "
@@ -287,7 +287,7 @@ def _examine_memory(
 def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what training would say of this machine as the node of `ranks` ranks that needs the most."""
     here = pools()
-    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in estimate.fullest_node(ranks)], rank=0):
+    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in fullest_node(estimate.pinned, ranks)], rank=0):
         yield refusal
     # Only the native engine saves in the background.
     copies = [of_rank.saved for of_stage in estimate.states for of_rank in of_stage]

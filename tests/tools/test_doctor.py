@@ -333,7 +333,7 @@ def test_of_a_background_save_the_rank_with_most_tensors_counts_beside_the_one_w
     asked = []
     monkeypatch.setattr(doctor, "refuse_small_shared_memory", lambda checkpoint, copies, ranks: asked.append(copies))
     stages = [[SimpleNamespace(saved=(100,))], [SimpleNamespace(saved=(1,) * 5)]]
-    assert not list(doctor._memory_refusals(JOB, SimpleNamespace(fullest_node=lambda ranks: [0], states=stages), 1))
+    assert not list(doctor._memory_refusals(JOB, SimpleNamespace(pinned=[0], states=stages), 1))
     assert asked == [[100], [1] * 5]
 
 

@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from bridge_fgo.bridge.compat import TRANSFORMER, as_named_in
+from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, TRANSFORMER, as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.recipes.overrides import overridden
 from bridge_fgo.recipes.process import forget_attention_backend
@@ -166,13 +166,22 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
             yield name, refusal(kind) if taken is None else [*taken]
 
 
+def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
+    """Return whether an OptimizerConfig has anything in a flag but False, and one like it whose flag is set."""
+    asked = any(getattr(optimizer_config, name, False) is not False for name in (FLAG, CHUNKED_FLAG))
+    result = copy.copy(optimizer_config)
+    if not asked:
+        setattr(result, FLAG, True)
+    return asked, result
+
+
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     """Return whether the config asks for the offload, its refusals with the flag set, the engine and the settings.
 
     ValueError if the config's settings are refused, or are others than those of `offload`.
     """
     from bridge_fgo import OffloadConfig
-    from bridge_fgo.bridge.compat import as_if_set, choose_engine
+    from bridge_fgo.bridge.compat import choose_engine
     from bridge_fgo.bridge.refusals import all_refusals
     from bridge_fgo.bridge.settings import settings_of
 

@@ -151,10 +151,6 @@ class Estimate:
         """Whether the activations of all stages are known."""
         return all(stage.activations is not None for stage in self.stages)
 
-    def fullest_node(self, ranks: int) -> list[int]:
-        """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
-        return _fullest_node(self.pinned, ranks)
-
     @property
     def refusals(self) -> list[str]:
         """Why training would refuse the job with the flag set."""
@@ -344,7 +340,8 @@ def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfi
     return [budget_refusal(budget, least, about="about ")] if least > budget else []
 
 
-def _fullest_node(pinned: list[int], ranks: int) -> list[int]:
+def fullest_node(pinned: list[int], ranks: int) -> list[int]:
+    """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
     return max((pinned[first : first + ranks] for first in range(0, len(pinned), ranks)), key=sum)
 
 
@@ -361,7 +358,7 @@ def _link_estimate(
     loads: of each stage, the most bytes that a rank copies, and its activations. gradients: bytes of them that move,
     and how often they leave and return in a step.
     """
-    of_node = sum(_fullest_node(pinned, link.gpus))
+    of_node = sum(fullest_node(pinned, link.gpus))
     link = link.of_node_with(min(len(pinned), link.gpus))
     moving, times = gradients
     of_gradients = moving / link.duplex if times else 0.0

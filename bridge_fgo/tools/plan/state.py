@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
-from bridge_fgo.config import STRATEGIES, OffloadConfig
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.layout import PartBytes, PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.memory.remainders import Remainders
@@ -16,6 +16,8 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 
 META = torch.device("meta")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 
 
 @dataclass(frozen=True)

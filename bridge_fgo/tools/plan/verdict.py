@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bridge_fgo.tools.plan.estimate import UNTRIED, Estimate
+from bridge_fgo.tools.plan.estimate import UNTRIED, Estimate, fullest_node
 from bridge_fgo.tools.plan.systems import SYSTEMS
 
 HOPPER = ("GH200", "H200", "H100")
@@ -54,7 +54,7 @@ def verdicts(estimate: Estimate) -> list[Verdict]:
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     of_host, room = SYSTEMS[system].host_bytes, estimate.room or SYSTEMS[system].room
-    flag, pinned = estimate.job.flag, sum(estimate.fullest_node(gpus))
+    flag, pinned = estimate.job.flag, sum(fullest_node(estimate.pinned, gpus))
     resident, offloaded = estimate.resident_peak, estimate.offloaded_peak
     why = ""
     if flag and estimate.refusals:

@@ -23,9 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.config import STRATEGIES, OffloadConfig
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import process, tiny
 from bridge_fgo.tools.options import OPTIONS, settings
+from bridge_fgo.tools.plan.state import STRATEGIES
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

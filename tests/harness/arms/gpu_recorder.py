@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
-from bridge_fgo.memory.meters import COMMON_POOL
+from bridge_fgo.memory.meters import is_graphs, segments
 from harness.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -340,9 +340,8 @@ class ArmRecorder(Callback):
         }
         self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
         if self.step == self._options.steps:
-            segments = torch.cuda.memory_snapshot()  # takes too long for every step
-            pools = [s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != COMMON_POOL]
-            self.figures["graph_pool_bytes"] = sum(pools)
+            pools = filter(is_graphs, segments())  # takes too long for every step
+            self.figures["graph_pool_bytes"] = sum(segment["total_size"] for segment in pools)
 
     @override
     def on_train_end(self, context: Any) -> None:
