@@ -185,10 +185,7 @@ class Session:
             assert isinstance(self.engine, NativeEngine)
             self.gradients.begin_pass()
             self.engine.schedule.reports_points = self.gradients.offloads
-        if self._is_captured and not is_replayed:
-            self.engine.begin_pass(is_like_others=False)
-        else:
-            self.engine.begin_pass()
+        self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
         self._points.begin_pass(self.engine.checks_inputs_only)
 
     def _point(self, mark: Mark) -> bool:
