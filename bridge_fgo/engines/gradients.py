@@ -79,7 +79,7 @@ class Gradients:
         self.interrupted = False  # whether an error has ended the newest pass
         self.transfers = transfers
         # mcore's, by `id`, with their buckets, and the guard of what is of several buckets
-        self._buffers: dict[int, tuple[Any, list[GradientBucket], Guard]] = {}
+        self.by_buffer: dict[int, tuple[Any, list[GradientBucket], Guard]] = {}
         self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
         self._group_of: dict[GradientBucket, Any] = {}  # mcore's bucket group of each
         self._in_use: list[GradientBucket] = []  # those that a backward has brought, and that are to leave
@@ -113,7 +113,7 @@ class Gradients:
             mine.append(GradientBucket(data, views, params, self.transfers, self.needed, self.traffic))
             self._bucket_of[id(bucket)] = mine[-1]
         guard = Guard(self._whole_is_used)
-        self._buffers[id(buffer)] = buffer, mine, guard
+        self.by_buffer[id(buffer)] = buffer, mine, guard
         vars(buffer)[MANAGED] = self
         guard.put_on([buffer.grad_data, *others])
         empty(buffer.grad_data.untyped_storage(), WHOLE)
@@ -129,11 +129,7 @@ class Gradients:
     @property
     def buckets(self) -> list[GradientBucket]:
         """All buckets."""
-        return [bucket for _, buckets, _ in self._buffers.values() for bucket in buckets]
-
-    def buckets_of(self, buffer: Any) -> list[GradientBucket]:
-        """Return the buckets of one of mcore's buffers."""
-        return self._buffers[id(buffer)][1]
+        return [bucket for _, buckets, _ in self.by_buffer.values() for bucket in buckets]
 
     @property
     def moving_bytes(self) -> int:
@@ -176,7 +172,7 @@ class Gradients:
 
     def zero(self, buffer: Any) -> None:
         """Make the gradients of a buffer zero, without memory."""
-        for bucket in self._buffers[id(buffer)][1]:
+        for bucket in self.by_buffer[id(buffer)][1]:
             bucket.zero()
         for tensor in buffer.extra_main_grads:
             tensor.zero_()
@@ -191,7 +187,7 @@ class Gradients:
 
     def scale(self, buffer: Any, factor: float) -> None:
         """Scale the gradients of a buffer; zeros stay as they are."""
-        for bucket, mine in zip(buffer.buckets, self._buffers[id(buffer)][1], strict=True):
+        for bucket, mine in zip(buffer.buckets, self.by_buffer[id(buffer)][1], strict=True):
             if mine.state is not BucketState.ABSENT:
                 mine.require()
                 bucket.grad_data.mul_(factor)
@@ -287,7 +283,7 @@ class Gradients:
         wait_for_a_while(self.transfers.finish_all)
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self.transfers.computing(), torch.no_grad():
-            for given in list(self._buffers.values()):
+            for given in list(self.by_buffer.values()):
                 self._give_back(*given)
         for group in self._group_of.values():
             vars(group).pop(MANAGED, None)
@@ -312,7 +308,7 @@ class Gradients:
             one.close(place)
             self._bucket_of.pop(id(bucket), None)
             _forget_shards(self._group_of[one])
-        del self._buffers[id(buffer)], vars(buffer)[MANAGED]
+        del self.by_buffer[id(buffer)], vars(buffer)[MANAGED]
 
 
 def _groups(ddp: Any) -> list[Any]:
@@ -352,4 +348,4 @@ def gradients_of(owner: Any) -> Gradients | None:
 def buckets_of(buffer: Any) -> list[GradientBucket]:
     """Return the buckets of a buffer of mcore's whose gradients are managed; none if mcore keeps them."""
     gradients = gradients_of(buffer)
-    return [] if gradients is None else gradients.buckets_of(buffer)
+    return [] if gradients is None else gradients.by_buffer[id(buffer)][1]

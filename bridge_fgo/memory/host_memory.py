@@ -42,7 +42,7 @@ class Need(NamedTuple):
 def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
     """Return why ranks together cannot have the host memory that they need; empty if they can, for every rank alike.
 
-    Linux hands out memory that it does not have and kills whoever touches it, so it is asked before. `needs` are of
+    Linux hands out memory that it does not have and kills who touches it, so it is asked before. `needs` are of
     every rank, all measured before any of them pins; of `rank` the bytes are told, if it is one of those that
     cannot.
     """

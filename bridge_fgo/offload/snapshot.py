@@ -158,7 +158,7 @@ class Loading(Snapshot):
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` returns, the state tensors of a parameter by name, with host memory in their place.
 
-        What the host has is to be overwritten in place, and so is a tensor of which the host has nothing. A state that
+        What the host has is to be overwritten in place, and so is a tensor that the host does not have. A state that
         is loaded in another dtype than it has gets fp32 memory of its own.
         """
         part = self._owners.get(id(param))

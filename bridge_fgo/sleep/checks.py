@@ -111,7 +111,7 @@ class Checks:
                 self.before(leaf, name, require_states)
 
     def _refuse_mcores(self, *owners: Any) -> None:
-        """Refuse mcore's own verbs of sleep on buffers or optimizers, until `close`: they would move what is away."""
+        """Refuse mcore's verbs of sleep on buffers or optimizers, until `close`: they would move offloaded memory."""
 
         def refuse(name: str) -> None:
             raise RuntimeError(

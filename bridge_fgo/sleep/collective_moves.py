@@ -48,7 +48,7 @@ class Wake(NamedTuple):
 
 
 class CollectiveMoves:
-    """The moves of a trainer's memory, each of which all ranks begin together."""
+    """The moves of a trainer's memory; all ranks begin each together."""
 
     def __init__(self, memory: TrainerMemory) -> None:
         self._memory = memory

@@ -189,7 +189,7 @@ def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Gro
 
 
 class _Params(list[Any]):
-    """The parameters of a param group, of which each is replaced by its master, to be emptied at once."""
+    """The parameters of a param group; each is replaced by its master, to be emptied at once."""
 
     def __setitem__(self, index: Any, new: Any) -> None:
         weight = self[index]

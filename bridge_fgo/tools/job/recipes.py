@@ -30,7 +30,7 @@ NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file_
 """How the files of this package begin in a traceback, and those of an import."""
 
 OF_TRAINING = ("tokenizer", "timers")
-"""Bridge's `setup()` sets objects under these names, of which a checkpoint saves the class alone."""
+"""Bridge's `setup()` sets objects under these names; a checkpoint saves the class alone."""
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:

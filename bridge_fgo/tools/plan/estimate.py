@@ -442,7 +442,7 @@ def notes_on_pinned(job: Job, stages: list[StageEstimate]) -> Iterator[str]:
 
 
 def not_counted(config: Any) -> str:
-    """Return the sentence that activations are not counted, and because of which setting where it is one."""
+    """Return the sentence that activations are not counted, with the setting that is the reason, if one is."""
     setting = uncounted(config)
     return f"activations are not counted {f'with {setting}' if setting else 'for this kind of model'}"
 

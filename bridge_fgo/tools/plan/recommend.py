@@ -328,7 +328,7 @@ class Recommender:
         """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""
         model = self._job.config.model
         is_of_experts = bool(getattr(model, "num_moe_experts", None))
-        other = "MLP recomputed" if is_of_experts else "experts recomputed"  # of which there are none
+        other = "MLP recomputed" if is_of_experts else "experts recomputed"  # there are none
         found = {name: kind for name, kind in kinds(model).items() if name != other and told(model, kind)}
         unsuited: dict[str, str] = {}
         if self._activations is not None:

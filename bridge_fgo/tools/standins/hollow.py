@@ -68,7 +68,7 @@ def import_bridge() -> None:
             "the CPU arm in a process of its own"
         )
     names = TRANSFORMER_ENGINE if importlib.util.find_spec(NVRX[0]) else (*TRANSFORMER_ENGINE, *NVRX)
-    sys.modules[top] = None  # type: ignore[assignment]  (whoever imports it gets a ModuleNotFoundError)
+    sys.modules[top] = None  # type: ignore[assignment]  (its import raises ModuleNotFoundError)
     try:
         for name in IMPORTED_WITHOUT_TRANSFORMER_ENGINE:
             importlib.import_module(f"megatron.core.{name}")
