@@ -45,27 +45,6 @@ def test_tiny_on_the_cpu_takes_settings_and_overrides_and_has_the_same_losses():
     assert ["bridge_fgo: optimizer-state offload on" in printed for printed in runs] == [False, True]
 
 
-@pytest.mark.parametrize(("recipe", "has_gpu"), [("tiny", False), ("llama3_70b_64gpu", True)])
-@pytest.mark.parametrize(
-    ("options", "settings", "hf"),
-    [
-        ("", OffloadConfig(), "auto"),
-        ("--fraction 0.5", OffloadConfig(fraction=0.5), "auto"),
-        ("--no-offload", None, "auto"),
-        ("--no-offload --measure", OffloadConfig(measure=True), "auto"),
-        ("--hf-config kept --engine native", OffloadConfig(engine="native"), "kept"),
-    ],
-)
-def test_a_rank_trains_the_recipe_as_the_options_say(options, settings, hf, recipe, has_gpu, monkeypatch):
-    called = []
-    monkeypatch.setattr(train, "prepare_pretrain", lambda *arguments: lambda: called.append(arguments))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(train.os, "environ", dict(train.os.environ))
-    assert CliRunner().invoke(train.app, [recipe, *options.split(), "train.train_iters=4"]).exit_code == 0
-    flag = "--no-offload" not in options
-    assert called == [(catalog.find(recipe), settings, hf, ["train.train_iters=4"], flag, not has_gpu)]
-
-
 def test_a_rank_has_the_recipes_environment_but_where_the_user_has_set_it(monkeypatch):
     given = {"NCCL_NVLS_ENABLE": "1"}
     monkeypatch.setattr(train.os, "environ", given)
@@ -146,14 +125,13 @@ def test_a_rank_does_not_have_bridge_build_what_the_wheel_brings(launched, monke
     assert kept == [0] and len(launched) == 1
 
 
-def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatch, tmp_path):
-    recipe = catalog.find("qwen3_30b_a3b_8gpu")
-    files = {"tokenizer.json"}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, file: file if file in files else None)
-    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [])()
-    files.clear()
-    train.prepare_pretrain(recipe, OffloadConfig(), "kept", [f"tokenizer.tokenizer_model={tmp_path}"])()
-    assert len(launched) == 2
+@pytest.mark.parametrize("cached", ["tokenizer.json", "tokenizer_config.json", None])
+def test_a_tokenizer_that_is_on_this_machine_is_not_refused(launched, monkeypatch, tmp_path, cached):
+    """One file of its kind is enough, or a folder."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, file: file if file == cached else None)
+    given = [] if cached else [f"tokenizer.tokenizer_model={tmp_path}"]
+    train.prepare_pretrain(catalog.find("qwen3_30b_a3b_8gpu"), OffloadConfig(), "kept", given)()
+    assert len(launched) == 1
 
 
 @pytest.mark.parametrize("name", sorted(OF_THE_HUB))
