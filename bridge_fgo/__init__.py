@@ -40,8 +40,7 @@ def reload_states() -> None:
 
     Code that reads or writes `optimizer.state` or `param.main_param` between steps works without this call: an
     offloaded tensor reloads its slab when it is used. Call it to reload all slabs at once, and before code that PyTorch
-    cannot intercept: views that were made earlier, and C++ code that takes the tensors. Use the states on the current
-    stream.
+    cannot intercept: C++ code that takes the tensors. Use the states on the current stream.
 
     Raises:
         RuntimeError: the states cannot be reloaded: there is no GPU memory for them, weights were changed while their

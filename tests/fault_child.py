@@ -189,18 +189,21 @@ OF_CLOSE = ("engines/native.py", "memory/slab.py")
 """Files with more functions that `close` calls."""
 
 VERBS_OWN = {
-    *(f"Residency.{name}" for name in ("__init__", "_make", "offload", "_offload", "reload", "_reload", "close")),
-    *(f"Residency.{name}" for name in ("only", "asleep", "checkpointing", "_as_before")),
-    *(f"Residency.{name}" for name in ("keep", "weights", "_find_swapped", "_swap_in", "_swap_out")),
-    "OptimizerStates.__init__",
-    "Weights.reload",
+    *(f"Residency.{name}" for name in ("__init__", "offload", "reload", "only", "asleep", "checkpointing", "close")),
+    *(f"Residency.{name}" for name in ("keep", "weights", "_selection")),
+    *(f"TrainerMemory.{name}" for name in ("__init__", "_make")),
+    *(f"CollectiveMoves.{name}" for name in ("__init__", "offload", "reload", "only", "as_before")),
+    *(f"WeightSets.{name}" for name in ("__init__", "keep", "swapped", "_find", "_swap_in", "_swap_out")),
+    "HostBudget.__init__",
+    "offloader_of",
+    "WeightOffloader.reload",
     "buffer_slab.<locals>.gather",
     "WeightSlab.forget_masters",
-    "_require_found",
-    "_verb.<locals>.run",
+    "require_match",
+    "verb.<locals>.run",
 }
-"""Functions that have the collectives in them or call those that do; and between them one that sets attributes, and two
-that look at what all ranks were told."""
+"""Functions that have the collectives in them or call those that do; and between them some that set attributes alone,
+or look at what all ranks were told."""
 
 
 def _enter(context) -> None:

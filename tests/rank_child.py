@@ -198,14 +198,14 @@ def asleep(act: Callable[[Rank, bridge_fgo.Residency, dict], None]) -> Callable[
 @asleep
 def train_and_sleep(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     """Sleep, and reload parameters alone; note the bytes of weights that were copied."""
-    for slab in () if run.options.frozen_stage is not None else res._weights.slabs:
+    for slab in () if run.options.frozen_stage is not None else res._memory.weights.slabs:
         assert slab.copied_nbytes == slab.nbytes // run.groups.dp.size()
     out = res.offload()
     alone = res.reload("params")
-    whole = res._weights.slabs[0]._bytes.clone()
+    whole = res._memory.weights.slabs[0]._bytes.clone()
     again = res.offload("params")
     res.reload()
-    assert (res._weights.slabs[0]._bytes == whole).all()
+    assert (res._memory.weights.slabs[0]._bytes == whole).all()
     seen.setdefault("copied", []).append([out.copied_by_kind["params"], alone.copied, again.copied])
 
 
@@ -232,9 +232,10 @@ def wake_adapters(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
 def sleep_within(run: Rank, res: bridge_fgo.Residency, seen: dict) -> None:
     """Sleep with a limit of host memory; note what stays on the GPU, and what has host memory."""
     res.offload()
-    seen["stays"] = res._unhosted
-    assert res._states is not None
-    seen["taken"] = res._states.host_bytes + sum(slab.host.tensor.numel() for slab in res._weights.slabs)
+    seen["stays"] = res._memory.unhosted
+    memory = res._memory
+    assert memory.states is not None
+    seen["taken"] = memory.states.engine.host_bytes + sum(slab.host.tensor.numel() for slab in memory.weights.slabs)
     res.reload("params")
     res.reload()
 
@@ -274,7 +275,7 @@ def sleep_by_two_threads(rank: int, job: Job) -> dict[str, Any]:
     empty = StorageSlab.empty
 
     def emptied(slab: StorageSlab) -> int:
-        if rank == 0 and slab in first._weights.slabs:
+        if rank == 0 and slab in first._memory.weights.slabs:
             is_amid.set()
             has_slept.wait(0.5)
         return empty(slab)

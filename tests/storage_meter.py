@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bridge_fgo.bridge.session import all_sessions
-from bridge_fgo.memory.state import local
+from bridge_fgo.memory.state_tensor import local
 from bridge_fgo.states.fsdp import is_fsdp, parameter_groups
 from harness.arms.final_state import mcore_optimizers
 

@@ -12,7 +12,7 @@ from cpu_training import CpuOptions, CpuTraining
 
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
-from bridge_fgo.engines.engine import ATTACHED
+from bridge_fgo.engines.lease import LEASE
 from bridge_fgo.memory.slab import Slab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -61,7 +61,7 @@ def test_states_come_back_host_memory_goes_and_training_goes_on_bitwise_when(eve
         with event(run):
             run.train(3)
             assert min(run.live_bytes) > 0
-            assert session.closed and ATTACHED not in vars(run.optimizer.chained_optimizers[0])
+            assert session.closed and LEASE not in vars(run.optimizer.chained_optimizers[0])
             assert event in (uninstalled, uninstalled_and_the_wrapped_step_kept) or SESSION not in vars(run.optimizer)
             gc.collect()
             assert len(held) > 1 and all(each() is None for each in held)

@@ -60,6 +60,12 @@ def saved(training):
     return [value for value in torch.load(io.BytesIO(file.getvalue()))["state"].values()]
 
 
+def views_that_are_kept(training):
+    """Halve states by views that were made once, in the first call."""
+    views = vars(training).setdefault("views", [each.detach() for each in (*masters(training), *moments(training))])
+    return [view.mul_(0.5).clone() for view in views]
+
+
 def norm(training):
     from megatron.bridge.training.utils import train_utils  # a loop of one's own has it from here
 
@@ -152,6 +158,8 @@ ACCESSES = {
     "moments_zeroed": lambda t: [moment.zero_().sum() for moment in moments(t)[::3]],
     "moments_to_the_cpu_and_back": to_the_cpu_and_back,
     "masters_with_other_memory": other_memory,
+    "views_that_are_made": views_that_are_kept,
+    "views_that_were_made": views_that_are_kept,
     "masters_scaled": lambda t: [master.mul_(1.5).sum() for master in masters(t)[::2]],
     "states_cleared": lambda t: inner(t).state.clear(),
 }
@@ -196,6 +204,36 @@ def test_what_callbacks_read_and_write_between_steps_is_bitwise_as_resident(case
     said = [line for line in capsys.readouterr().out.splitlines() if "came back" in line]
     places = [re.search(r"\S+\.py:\d+", line)[0] for line in said]
     assert len(set(places)) == len(places) and any("test_touches.py:" in place for place in places), "each line once"
+
+
+def swap_data(run, aside):
+    for number, tensor in enumerate([*masters(run), *moments(run)]):
+        other = aside[number] if number in aside else tensor.detach().clone()
+        aside[number], tensor.data = tensor.data, other
+
+
+def swap_entries(run, aside):
+    for number, state in enumerate(inner(run).state.values()):
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                key = number, name
+                aside[key], state[name] = tensor, aside[key] if key in aside else tensor.clone()
+
+
+@pytest.mark.parametrize("swap", [swap_data, swap_entries])
+@pytest.mark.parametrize("adam", [None, "te"])
+def test_states_that_take_turns_in_a_tensor_or_an_entry_are_bitwise_those_of_a_resident_run(swap, adam):
+    def trained(run):
+        aside, seen = {}, []
+        run.offloads_all = False  # what was put in between is on the GPU until a step takes it
+        for number in range(8):
+            seen.append(steps(run))
+            swap(run, aside)
+            if number in (1, 2, 5):
+                seen.append(exact(list(aside.values())))
+        return seen
+
+    both(trained, adam=adam)
 
 
 def test_kernels_that_get_lists_of_tensors_find_masters_that_are_away(monkeypatch):

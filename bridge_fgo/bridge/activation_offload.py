@@ -1,11 +1,10 @@
 """Wrappers of mcore's fine-grained activation offload: they add the waits that its copies lack (read in mcore 0.19.2).
 
 One more tells when the forward of a model chunk ends. Another checks host memory before Transformer Engine offloads a
-whole layer; its copies lack nothing (2.17).
+whole layer, whose copies lack no wait (2.17).
 
-mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. Inside
-the capture of a layer's CUDA graph mcore waits for no event, because the graphs of forward and backward wait for whole
-streams at their ends; nor do these wrappers.
+mcore copies a group of saved tensors out on one stream (D2H) and back on another (H2D), and computes on a third. In the
+capture of a layer's CUDA graph neither mcore nor a wrapper waits for an event: the graphs wait for whole streams.
 """
 
 from __future__ import annotations
@@ -42,21 +41,18 @@ copies shortened a step: pieces of 16 MiB, a higher priority of mcore's streams,
 """
 CHECKED = "_bridge_fgo_checked"
 """Attribute of a layer's state in Transformer Engine: how many blocks of host memory were there for it, by size."""
-PIECES = "_bridge_fgo_pieces"
-"""Attribute of a pool: its `_InPieces`."""
+PIECES = "_bridge_fgo_pieces"  # attribute of a pool: its `_InPieces`
 
 MODULE = "megatron.core.pipeline_parallel.fine_grained_activation_offload"
-ON = "fine_grained_activation_offloading"
-"""Its setting in Bridge's model config."""
+ON = "fine_grained_activation_offloading"  # its setting in Bridge's model config
 
 _are_added = False
 _pinned_for_states = 0
-askers = weakref.WeakSet[Any]()
-"""Residencies whose own settings ask for the waits, until they are closed."""
+askers = weakref.WeakSet[Any]()  # residencies whose own settings ask for the waits, until they are closed
 
 
 def add_waits(pinned_for_states: int = 0) -> None:
-    """Add the waits from now on: another training's config in this process must not take them from one that runs.
+    """Add the waits from now on, also for later trainings in this process.
 
     `pinned_for_states` are the bytes that are pinned beside the host copies of activations, for messages.
     """
@@ -65,15 +61,15 @@ def add_waits(pinned_for_states: int = 0) -> None:
 
 
 def forget_waits() -> None:
-    """Add no waits any more, but for `askers`."""
+    """Add no more waits, except for `askers`."""
     global _are_added, _pinned_for_states
     _are_added, _pinned_for_states = False, 0
 
 
 def pinned_bytes() -> int:
-    """Return the bytes that PyTorch's own allocator has pinned: host copies of activations, and a few batches.
+    """Return the bytes that PyTorch's own allocator has pinned, in powers of two: host copies of activations, mostly.
 
-    Its blocks have sizes of powers of two. 0 without a GPU, and with an older PyTorch that does not count them.
+    0 without a GPU, and with an older PyTorch that does not count them.
     """
     counts = getattr(torch.cuda, "host_memory_stats_as_nested_dict", None)
     if counts is None or not torch.cuda.is_initialized():
@@ -98,7 +94,7 @@ def missing_methods() -> list[str]:
 
 
 def _where_wanted(act: Wrapper) -> Wrapper:
-    """Return the wrapper, skipped where nobody asks for it, and in the capture of a layer."""
+    """Return the wrapper, skipped if nothing asks for it, and in the capture of a layer."""
 
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -113,12 +109,12 @@ def _where_wanted(act: Wrapper) -> Wrapper:
 
 @_where_wanted
 def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have backward wait for the D2H of a tensor that it copies back itself, and for the H2D that nobody waited for.
+    """Make backward wait for the D2H of a tensor that it copies back itself, or for a prefetch that it has missed.
 
     Race: a tensor whose group was not prefetched is copied back on the stream of backward at once, while its own D2H
     may still write the host buffer. No group is prefetched in the first step, nor is the first one of a backward that
-    follows no other. Where such a group encloses others (`mlp_norm` experts, `attn_norm` attention), the first of these
-    prefetches it: backward waits for prefetches where a group begins, and has passed that.
+    follows no other. If such a group encloses others (`mlp_norm` experts, `attn_norm` attention), the first of these
+    prefetches it: backward waits for prefetches as a group begins, and has passed that.
     """
     tag = args[0] if args else kwargs["tensor_tag"]
     if not isinstance(tag, torch.Tensor):
@@ -134,10 +130,10 @@ def takes_tensor(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 def ends_forward(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Return whether no group of a name is left in a chunk's forward, so that the next one is another chunk's.
 
-    mcore 0.19 also says so as soon as nothing is on its way to the host or back. That happens within a forward whose
-    first groups stay on the GPU, as in a chunk of one layer whose backward runs first. The chunk's other groups then
-    count as the next chunk's, and training ends with "Chunk mismatch" or goes on with wrong gradients. (#6783 mends it
-    in the same way in mcore's dev.)
+    mcore 0.19 also says so as soon as no copy is under way. That happens within a forward whose first groups stay on
+    the GPU, as in a chunk of one layer whose backward runs first. The chunk's other groups then count as the next
+    chunk's, and training ends with "Chunk mismatch" or goes on with wrong gradients. (#6783 mends it in the same way in
+    mcore's dev.)
     """
     if (name := args[0] if args else kwargs.get("name")) is None:
         return wrapped(*args, **kwargs)
@@ -177,13 +173,10 @@ class _InPieces(TorchFunctionMode):
 
 @_where_wanted
 def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Copy a saved tensor to the host in pieces, if its node has the memory where mcore has no buffer for it.
+    """Copy a saved tensor to the host in pieces; ValueError if mcore has no buffer for it, and its node no memory.
 
-    mcore has none in its first iteration, nor for a tensor of another shape later. Copies of experts it does not keep:
-    each counts as one more in the first iteration, and as none later.
-
-    Raises:
-        ValueError: there is less than the block that PyTorch's allocator would pin, a power of two.
+    mcore has no buffer in its first iteration, nor for a tensor of another shape later. It keeps none of experts: each
+    copy counts as one more in the first iteration, and as none later.
     """
     if (pool := getattr(instance, "cpu_tensor_pool", None)) is None:  # a static method before mcore had its pool
         return wrapped(*args, **kwargs)
@@ -201,13 +194,10 @@ def copies_out(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
 
 @_where_wanted
 def offloads_layer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse Transformer Engine's host copies of a layer for which this node has no memory, before it makes them.
+    """Raise ValueError before Transformer Engine makes host copies of a layer for which this node has no memory.
 
-    Later ones get the blocks of earlier ones again, from PyTorch's allocator, and are asked for what is more: the first
-    forwards may save nothing, without gradients, and microbatches get longer.
-
-    Raises:
-        ValueError: there is less than the blocks that it would pin.
+    Later copies reuse the blocks of earlier ones, and only the rest is checked: the first forwards may save nothing,
+    without gradients, and microbatches get longer.
     """
     # One that several operations save is copied once.
     saved = {(tensor.data_ptr(), tensor.nbytes) for tensor in instance.fwd_gpu_tensor_group.tensor_list}
@@ -223,10 +213,7 @@ def offloads_layer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) 
 
 
 def _refuse_shortage(nbytes: int, who: str, what_to_do: str) -> None:
-    """Raise ValueError if a rank can have less host memory than so many bytes: what is free, by ranks of its node.
-
-    What the offload of states needs is pinned by then.
-    """
+    """Raise ValueError if a rank's share of its node's free host memory is less. That of states is pinned by then."""
     if nbytes > (free := free_for_each_rank()):
         raise ValueError(
             f"{who} pins {readable(nbytes)} more of host memory for activations, but each rank of this node can have "
@@ -238,11 +225,11 @@ def _refuse_shortage(nbytes: int, who: str, what_to_do: str) -> None:
 
 @_where_wanted
 def frees_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Note where the stream that reads a host buffer is when the buffer goes back to its pool.
+    """Record an event after the H2D of a host buffer that goes back to its pool.
 
-    Race: its H2D has only been enqueued then. The next D2H into the buffer is on another stream, which waits for
-    backward alone; and backward has not waited yet for what was prefetched for the next microbatch of a pipeline. If
-    all microbatches are of one length, the pool's order hides this: it has a spare buffer for each prefetched one.
+    Race: the H2D has only been enqueued. The next D2H into the buffer is on another stream, which waits for backward
+    alone; and backward has not waited yet for what was prefetched for the next microbatch of a pipeline. If all
+    microbatches are of one length, the pool's order hides this: it has a spare buffer for each prefetched one.
     """
     wrapped(*args, **kwargs)
     tensor = args[0] if args else kwargs["tensor"]
@@ -251,7 +238,7 @@ def frees_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
 @_where_wanted
 def takes_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the D2H into a host buffer wait for the H2D out of it; see `frees_buffer`."""
+    """Make the D2H into a host buffer wait for the H2D out of it; see `frees_buffer`."""
     tensor = wrapped(*args, **kwargs)
     if read := vars(instance).get(READS, {}).pop(id(tensor), None):
         torch.cuda.current_stream().wait_event(read)
@@ -259,9 +246,9 @@ def takes_buffer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
 
 
 def resets_pool(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wait for an iteration's last reads of host buffers, also of what no backward has taken.
+    """Wait for an iteration's last reads of host buffers, also of tensors that no backward has taken.
 
-    The next iteration may be captured into a graph, where no older event can be waited for.
+    The next iteration may be captured into a graph, which cannot wait for an older event.
     """
     for read in vars(instance).pop(READS, {}).values():
         torch.cuda.current_stream().wait_event(read)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse what cannot be combined, once Bridge has finalized the config; have it hold the settings in force."""
+    """Refuse what cannot be combined, once Bridge has finalized the config; write the settings in force into it."""
     # MIMO's function, whose road does not go through the container's own validation, is given the config.
     config = arguments_of(wrapped, args, kwargs)["cfg"] if instance is None else instance
     optimizer = config.optimizer
@@ -48,7 +48,7 @@ def validate_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def build_optimizer(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Build an optimizer whose masters never are on the GPU together, and attach, where the native engine serves it.
+    """Build an optimizer whose masters are never on the GPU together, and attach, if the native engine serves it.
 
     So a model can be built, and loaded, that fits only with its states offloaded. With an engine of mcore's
     `after_model_hooks` attaches.
@@ -90,8 +90,8 @@ GROUPS = "opt_group_ranges"  # the parameter with mcore's param groups
 
 
 def builds_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have masters made without memory while `build_optimizer` builds an optimizer for the native engine."""
-    if not is_upstreams(wrapped):  # somebody's own sees all parameters, once
+    """Make masters without memory while `build_optimizer` builds an optimizer for the native engine."""
+    if not is_upstreams(wrapped):  # other code in its place sees all parameters, once
         return wrapped(*args, **kwargs)
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
 
@@ -110,7 +110,7 @@ def builds_float16_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: 
 
 
 def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Attach where `build_optimizer` has not, so that host memory is pinned before the first collective of training."""
+    """Attach unless `build_optimizer` has, so that host memory is pinned before the first collective of training."""
     result = wrapped(*args, **kwargs)
     arguments = arguments_of(wrapped, args, kwargs)
     optimizer = arguments.get("optimizer")
@@ -120,7 +120,7 @@ def after_model_hooks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def compile_helpers(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Let Bridge go on where `make` fails, as in mcore's wheel without a Makefile, but the compiled helper is there."""
+    """Let Bridge go on if `make` fails, as in mcore's wheel without a Makefile, but the compiled helper exists."""
     try:
         return wrapped(*args, **kwargs)
     except (SystemExit, FileNotFoundError) as error:

@@ -30,10 +30,10 @@ _PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.co
 
 
 def version_of(distribution: str) -> str:
-    """Return the version of a distribution, or "unknown".
+    """Return the version of a distribution without its local part, or "unknown".
 
-    Where its package is imported, that one's own: a checkout on the path may shadow an installed wheel. Without the
-    local part: mcore puts the commit of whatever git repository the process runs in there.
+    If its package is imported, the package's own: a checkout on the path may shadow an installed wheel. The local part
+    is the commit of the git repository that the process runs in.
     """
     package = _PACKAGES.get(distribution)
     if package in sys.modules:
@@ -46,7 +46,7 @@ def version_of(distribution: str) -> str:
 
 
 def source_of(module: str) -> Path | None:
-    """Return the file of a module of Megatron's; `find_spec` would import the packages that it is in."""
+    """Return the file of a module of Megatron's, without importing its packages, as `find_spec` would."""
     _, package, *names = module.split(".")
     spec = importlib.util.find_spec("megatron")
     tops = [Path(top, package) for top in (spec and spec.submodule_search_locations) or ()]
@@ -59,10 +59,9 @@ def source_of(module: str) -> Path | None:
 
 
 def home_of(module: str) -> str:
-    """Return the name under which a module of Bridge's training is: this one, or the same of Megatron-LM's training.
+    """Return the name of a module of Bridge's training: this one, or the same of Megatron-LM's training.
 
-    Bridge announces that it will be one with Megatron-LM. A module has moved if the one that is left, if any, defines
-    nothing.
+    Bridge announces that it will move there. A module has moved if the one that is left, if any, defines nothing.
     """
     other = module.replace(TRAINING, "megatron.training", 1)
     if other == module or source_of(other) is None or source_of("megatron.bridge") is None:
@@ -78,7 +77,7 @@ def mcore_version() -> str:
 
 
 def release(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a version; (0, 0) where it does not say.
+    """Return (major, minor) of a version; (0, 0) if it does not say.
 
     >>> release("0.6.2rc1")
     (0, 6)
@@ -147,7 +146,7 @@ def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
 
 
 def upstream_generation() -> Choice | None:
-    """Return which offloader the installed mcore has, by its capabilities; None where it has none."""
+    """Return which offloader the installed mcore has, by its capabilities; None if it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     from bridge_fgo.engines.mcore import Generation1, Generation2
@@ -167,7 +166,7 @@ def upstream_adam_is_fused() -> bool:
 
 
 def native_only_refusal(config: OffloadConfig) -> str:
-    """Return why settings are refused with engine="mcore", which does not honour them; "" where they are not."""
+    """Return why settings are refused with engine="mcore", which does not honour them; "" if they are not."""
     settings = config.native_only_settings() if config.engine == "mcore" else []
     if not settings:
         return ""
@@ -179,7 +178,7 @@ def native_only_refusal(config: OffloadConfig) -> str:
 
 
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
-    """Return the engine that serves this run; ValueError where the one asked for is missing, or ignores a setting."""
+    """Return the engine that serves this run; ValueError if the one asked for is missing, or ignores a setting."""
     if numel := getattr(optimizer_config, CHUNK_NUMEL, 0):
         raise ValueError(
             f"optimizer.{CHUNK_NUMEL}={numel!r}: the step in chunks of Megatron-LM #6544 is not driven; set it to 0, "

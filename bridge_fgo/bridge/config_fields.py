@@ -41,9 +41,8 @@ def _class_default(name: str) -> Any:
 class ConfigFieldsPatch(Patch):
     """Adds the fields to mcore's OptimizerConfig and to every dataclass derived from it so far.
 
-    Why in place: recipes, YAML files and checkpoints name these classes, so a class of our own would not be
-    found by them. Waits for Bridge's config module, where the last class of interest is made. Where mcore has the
-    flag, adds the settings alone.
+    Why in place: recipes, YAML files and checkpoints name these classes, and would not find one of our own. Waits for
+    Bridge's config module, which makes the last of them. If mcore has the flag, adds the settings alone.
     """
 
     module = home_of("megatron.bridge.training.config")
@@ -107,7 +106,7 @@ def _with_repr(original: Callable[[Any], str], names: list[str]) -> Callable[[An
     def __repr__(self: Any) -> str:
         text = original(self)
         for name in names:
-            # Not where it is there: a class's own text, perhaps with that of its base in it.
+            # Unless a class's own text has it, perhaps in that of its base.
             if not re.search(rf"\b{name}=", text) and text.endswith(")"):
                 text = f"{text[:-1]}, {name}={getattr(self, name)!r})"
         return text

@@ -1,12 +1,12 @@
 """Move a trainer's memory by one `Residency`, made at its first sleep, as a framework calls its own functions.
 
-Frameworks have functions for a model and others for its optimizer. Where one is called without the other, they are
-found again by identity. Gradients of a backward that no step has used yet are kept, and not dropped. States that are
-away are served: a checkpoint saves and loads them on the host.
+Frameworks have functions for a model and others for its optimizer. If one is called without the other, they are found
+again by identity. Gradients of a backward that no step has used yet are kept, and not dropped. States that are away are
+served: a checkpoint saves and loads them on the host.
 
-What a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, until a later sleep
-finds no reason any more, and a line on rank 0 says why. Later errors are errors: of what is away the framework's
-functions know nothing.
+A model that a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, until a
+later sleep succeeds, and a line on rank 0 says why. Later errors are errors: the framework's functions could not reload
+what a `Residency` has offloaded.
 """
 
 from __future__ import annotations
@@ -30,30 +30,21 @@ from bridge_fgo.bridge.residency import Residency
 from bridge_fgo.sleep.moved import LEAST_KEPT_BYTES, Kind
 from bridge_fgo.states.shadowed import shadowed
 
+# for each optimizer the chunks of its model
 _models = weakref.WeakKeyDictionary[Any, tuple[weakref.ref[torch.nn.Module], ...]]()
-"""For each optimizer the chunks of its model."""
-
 _made = weakref.WeakSet[Residency]()
-
-_refused = weakref.WeakKeyDictionary[torch.nn.Module, str]()
-"""For first chunks of models that no Residency has taken yet, why."""
-
-_moved = weakref.WeakSet[Residency]()
-"""Those of which a function has moved all that it will ask of the functions that it calls."""
-
-
+_refused = weakref.WeakKeyDictionary[torch.nn.Module, str]()  # for first chunks of models without a Residency, why
+_moved = weakref.WeakSet[Residency]()  # those that a function has moved, for itself and for the functions that it calls
+# for each set of kinds that are away, the fewest bytes on the GPU since garbage was last collected there
 _left = dict[frozenset[Kind], int]()
-"""For each set of kinds that are away, the fewest bytes on the GPU since garbage was last collected there."""
 
-_of_new = 0
-"""Sleeps in a row that have looked at new objects alone."""
+_of_new = 0  # sleeps in a row that have looked at new objects alone
 
-MOST_OF_NEW = 9
-"""Garbage on the host waits for as many sleeps at most."""
+MOST_OF_NEW = 9  # garbage on the host waits for as many sleeps at most
 
 
 class Move(NamedTuple):
-    """A call asks for this: offload or reload these kinds of a model, with its optimizer where that is known."""
+    """What a call asks for: to offload or reload these kinds of a model, with its optimizer if that is known."""
 
     offloads: bool
     kinds: Sequence[Kind]
@@ -61,22 +52,17 @@ class Move(NamedTuple):
     optimizer: Any = None
     trained_alone: bool = False
     """Whether "params" reloads DDP's buffers, and of the other parameters only those that train."""
-    result: Any = None
-    """The call returns this."""
+    result: Any = None  # the call returns this
+    # offloaded on all ranks after the framework's own function, which would decide it on each rank alone
     offloads_after: Sequence[Kind] = ()
-    """After the framework's own function returns, these kinds are offloaded on all ranks. That function would
-    decide it on each rank alone."""
 
 
 Plan = Callable[..., Move | None]
-"""Tells from the object and all arguments of a call what it asks for; None where that is left to the framework."""
+"""Tells from the object and all arguments of a call what it asks for; None if that is left to the framework."""
 
 
 def moving(plan: Plan, then: bool = False) -> Wrapper:
-    """Return the wrapper that does what a plan tells.
-
-    then: whether it calls the framework's own function afterwards, which has other work too and finds all moved.
-    """
+    """Return the wrapper that does what a plan tells, and, if `then`, calls the framework's own function afterwards."""
 
     def wrapper(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
@@ -134,7 +120,7 @@ def _collecting_new_objects(away: frozenset[Kind]) -> Iterator[None]:
 
 
 def _residency(move: Move, make: bool) -> Residency | None:
-    """Return the Residency of a model; None where it has none, and none is made.
+    """Return the Residency of a model; None if it has none, and none is made.
 
     Whether one is made depends on what all ranks know alike: its constructor is a collective.
     """
@@ -183,9 +169,9 @@ def _chunks(model: Any) -> list[torch.nn.Module]:
 
 
 def require_all_here() -> None:
-    """Raise RuntimeError where something is away that the frameworks' own functions could not bring back."""
+    """Raise RuntimeError if something is away, which the frameworks' own functions could not reload."""
     if _made:
-        gc.collect()  # a model that is gone is in a circle with its hooks, and closed in vain where others collected it
+        gc.collect()  # a model that was dropped is in a cycle with its hooks, and closed in vain
     for away in [res.away for res in _made if res.away]:
         raise RuntimeError(
             f"bridge_fgo cannot uninstall: {', '.join(map(repr, sorted(away)))} of a model are offloaded, and a "
@@ -237,7 +223,7 @@ def _verl_to(engine: Any, device: str, model: bool, optimizer: bool, grad: bool)
 
 
 def _verl_save(engine: Any, *_: Any) -> Move:
-    # verl's own loads where the rank's first buffer is empty. A stage in which nothing trains has none, and the other
+    # verl's own loads if the rank's first buffer is empty. A stage in which nothing trains has none, and the other
     # ranks would wait for it.
     kinds = _kinds(params=True, grads=True)
     after = kinds if engine._is_offload_param else ()
@@ -253,7 +239,7 @@ verl_save = moving(_verl_save, then=True)
 
 
 def verl_with_parameters(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have verl's own read or write parameters on the GPU; afterwards they are where they were."""
+    """Let verl's own read or write parameters on the GPU; afterwards they are where they were."""
     chunks = _chunks(args[0] if args else kwargs["models"])
     res = Residency.of(chunks) if chunks else None
     if res is None:
@@ -262,7 +248,7 @@ def verl_with_parameters(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -
         return wrapped(*args, **kwargs)
 
 
-# SkyRL: gradients are offloaded with the optimizer's states, also where there is no optimizer.
+# SkyRL: gradients are offloaded with the optimizer's states, even without an optimizer.
 
 
 def _skyrl(offloads: bool) -> Plan:

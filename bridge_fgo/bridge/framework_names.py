@@ -8,14 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "BRIDGE_FGO_FRAMEWORKS"
-"""Environment variable that stands for the argument `frameworks` of `install`, in processes that others start."""
+VARIABLE = "BRIDGE_FGO_FRAMEWORKS"  # environment variable for the argument `frameworks` of `install`
 
 LIMIT, FOLDER = "BRIDGE_FGO_HOST_MEMORY_LIMIT_GIB", "BRIDGE_FGO_FROZEN_FOLDER"
 """Environment variables that stand for `host_memory_limit_gib` and `frozen_folder` of each `Residency`."""
 
-VARIABLES = (VARIABLE, LIMIT, FOLDER)
-"""All that the package reads."""
+VARIABLES = (VARIABLE, LIMIT, FOLDER)  # all that the package reads
 
 VERL = ("verl.utils.megatron_utils", "verl.workers.engine.megatron.transformer_impl")
 SKYRL = ("skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",)
@@ -23,16 +21,15 @@ NEMO_RL = (
     "nemo_rl.models.policy.workers.megatron_policy_worker",
     "nemo_rl.models.value.workers.megatron_value_worker",
 )
+# those that sleep by torch_memory_saver alone
 MEMORY_SAVED = {name: (f"{name}.backends.megatron_utils.actor",) for name in ("slime", "miles")}
-"""Those that sleep by torch_memory_saver alone."""
-
+# the modules of each framework that patches wait for
 FRAMEWORKS: dict[str, tuple[str, ...]] = {"verl": VERL, "skyrl": SKYRL, "nemo_rl": NEMO_RL, **MEMORY_SAVED}
-"""The modules of each framework that patches wait for."""
 MODULES = tuple(module for modules in FRAMEWORKS.values() for module in modules)
 
 
 def refuse_misspelt() -> None:
-    """Raise ValueError where the environment has a variable that is one of these but for two letters, case or unit."""
+    """Raise ValueError if the environment has a variable that is one of these except for two letters, case or unit."""
     for name, given in os.environ.items():
         for meant in VARIABLES if name not in VARIABLES else ():
             spelt = (meant, meant.removesuffix("_GIB"))
@@ -52,7 +49,7 @@ def _letters_between(name: str, other: str) -> int:
 
 
 def host_memory_limit_gib() -> float | None:
-    """Return the limit that the environment has, None where it has none, or raise ValueError."""
+    """Return the limit that the environment has, None if it has none, or raise ValueError."""
     if not (given := os.environ.get(LIMIT, "")):
         return None
     try:
@@ -65,7 +62,7 @@ def host_memory_limit_gib() -> float | None:
 
 
 def require_frozen_folder() -> None:
-    """Raise ValueError where the environment has a folder for frozen parameters that can have no files."""
+    """Raise ValueError if the environment names a folder for frozen parameters that can have no files."""
     if not (given := os.environ.get(FOLDER, "")):
         return
     from bridge_fgo.memory.host_buffer import FileBuffer  # imports torch
@@ -77,11 +74,7 @@ def require_frozen_folder() -> None:
 
 
 def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return the names that are asked for: by "auto" all, by None those of the environment variable.
-
-    Raises:
-        ValueError: a name is none of these.
-    """
+    """Return the names that are asked for: by "auto" all, by None those of the environment variable, or ValueError."""
     setting = "install(frameworks=...)" if asked is not None else f"the environment variable {VARIABLE}"
     given = os.environ.get(VARIABLE, "") if asked is None else asked
     names: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
@@ -96,7 +89,7 @@ def framework_names(asked: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def require_environment() -> None:
-    """Raise ValueError where any of the variables has a wrong value, whether it will be needed or not."""
+    """Raise ValueError if any of the variables has a wrong value, whether it will be needed or not."""
     framework_names(None)
     host_memory_limit_gib()
     require_frozen_folder()

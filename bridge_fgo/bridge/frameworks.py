@@ -1,7 +1,7 @@
-"""The table of patches of reinforcement learning's frameworks: what moves memory in them moves it by a `Residency`.
+"""The table of patches of reinforcement learning's frameworks, whose functions then move memory by a `Residency`.
 
 A framework calls its own functions as before, from its own loop. Each patch replaces the bindings of one module, all of
-them or none: where one has parameters that its wrapper does not know, a call could ask for something that is not done.
+them or none: if one has parameters that its wrapper does not know, a call could ask for something that is not done.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, override
 
 from bridge_fgo.bridge import framework_moves as moves
 from bridge_fgo.bridge.framework_names import MEMORY_SAVED, NEMO_RL, SKYRL, VERL
-from bridge_fgo.bridge.patch import Patch, Wrapper
+from bridge_fgo.bridge.patch import Patch, Wrapper, owner_of
 from bridge_fgo.bridge.reporting import say
 
-RAYS_OWN = "_ray_trace_ctx"
-"""Parameter that Ray adds to the methods of actors, for its tracing."""
+RAYS_OWN = "_ray_trace_ctx"  # parameter that Ray adds to the methods of actors, for its tracing
 
 PASSED_ON = ("args", "kwargs")
 """Parameters of a decorator that passes all on, and does not say what; for a function without any they are as good."""
@@ -28,23 +27,17 @@ PASSED_ON = ("args", "kwargs")
 class Target(NamedTuple):
     """A function that is replaced, and why this binding."""
 
-    name: str
-    """The function's name, or "Class.method"."""
-    parameters: tuple[str, ...]
-    """All that it has, without `self`."""
+    name: str  # the function's name, or "Class.method"
+    parameters: tuple[str, ...]  # all that it has, without `self`
     wrapper: Wrapper
     why: str
 
 
 class FrameworkPatch(Patch):
-    """Wraps functions of one module of a framework. What does not fit is left alone, and a line on rank 0 says so.
+    """Wraps functions of one module of a framework, whose import the patch waits for.
 
-    Args:
-        framework: its name.
-        module: the module whose import the patch waits for.
-        targets: the functions.
-        left_alone: why nothing is patched; empty where something is.
-        needs: the patch of a module that is imported before, without which this one would be wrong.
+    A module that does not fit is left alone, and a line on rank 0 says why: `left_alone`. `needs` is the patch of a
+    module that is imported before, without which this one would be wrong.
     """
 
     def __init__(
@@ -59,8 +52,7 @@ class FrameworkPatch(Patch):
         self._needs = needs
         self.framework, self.module, self.name = framework, module, module
         self._targets, self._left_alone = targets, left_alone
-        self._bypasses: list[tuple[type, str, Any]] = []
-        """Methods that `_take_bypasses` has deleted from classes, to be set again."""
+        self._bypasses: list[tuple[type, str, Any]] = []  # methods that `_take_bypasses` has deleted from classes
 
     @override
     def check(self, module: ModuleType) -> None:
@@ -68,7 +60,7 @@ class FrameworkPatch(Patch):
         if self._needs is not None and self._needs._left_alone:
             self._left_alone = f"{self._needs.module} is"
         for target in self._targets:
-            owner, attribute = _owner_of(module, target.name)
+            owner, attribute = owner_of(module, target.name)
             function = getattr(owner, attribute, None)
             if not callable(function):
                 self._left_alone = f"it has no {target.name}"
@@ -86,7 +78,7 @@ class FrameworkPatch(Patch):
             say(f"{self.framework}: {self.module} is left alone: {self._left_alone}")
             return
         for target in self._targets:
-            owner, attribute = _owner_of(module, target.name)
+            owner, attribute = owner_of(module, target.name)
             wrapped = vars(owner).get(attribute, getattr(owner, attribute))
             ours = _patched(wrapped, target.wrapper, self.module, is_method=owner is not module)
             self.replace(owner, attribute, ours)
@@ -100,7 +92,7 @@ class FrameworkPatch(Patch):
         say(f"{self.framework}: Residency moves the memory of {self.module}: {names}")
 
     def _take_bypasses(self, module: ModuleType, owner: type, attribute: str) -> None:
-        """Have the classes that Ray made of subclasses inherit a method again, of which it has put copies into them."""
+        """Delete a method from the classes that Ray made of subclasses, into which it has copied it."""
         for value in list(vars(module).values()):
             made = getattr(getattr(value, "__ray_metadata__", None), "modified_class", None)
             if inspect.isclass(made) and issubclass(made, owner) and attribute in vars(made):
@@ -116,7 +108,7 @@ class FrameworkPatch(Patch):
 
 
 _patched_now = set[str]()
-"""Modules whose functions are patched: who has imported one of these by name since keeps it after an uninstall."""
+"""Modules whose functions are patched now; code that has imported one by name keeps it after an uninstall."""
 
 
 def _patched(function: Any, wrapper: Wrapper, module: str, is_method: bool) -> Any:
@@ -132,14 +124,6 @@ def _patched(function: Any, wrapper: Wrapper, module: str, is_method: bool) -> A
         return wrapper(functools.partial(function, args[0]), args[0], args[1:], kwargs)
 
     return ours
-
-
-def _owner_of(module: ModuleType, name: str) -> tuple[Any, str]:
-    *path, attribute = name.split(".")
-    owner: Any = module
-    for part in path:
-        owner = getattr(owner, part, None)
-    return owner, attribute
 
 
 def _importers(module: ModuleType, name: str, function: Any) -> list[ModuleType]:

@@ -1,15 +1,15 @@
 """Save and load `fsdp_dtensor` checkpoints, in which masters are the model's own parameters, without states on the GPU.
 
-Megatron-FSDP gives the masters, as DTensors, in the model's state dictionary, and the optimizer its moments. Bridge
-makes views of them (a gated layer's matrix is two entries), which reads no bytes, and then has torch's distributed
-checkpoint write them, or read into them. So the entries are made of tensors without memory where states are offloaded,
-and the writer or reader gets views of host memory in their place (`hands_out_states`).
+Megatron-FSDP puts the masters, as DTensors, into the model's state dictionary, and the optimizer its moments. Bridge
+makes views of them (a gated layer's matrix is two entries), which reads no bytes, and torch's distributed checkpoint
+writes them, or reads into them. So the entries of offloaded states are made of tensors without memory, and the writer
+or reader gets views of host memory in their place (`hands_out_states`).
 
 In a load upstream has all states of a rank on the parameters' device in four steps. Here each goes part by part, or
 without the bytes:
 
-1. mcore makes the moments by a step of the Adam inside, on gradients of zeros. It is taken for one part after another,
-   whose states are then offloaded (`makes_states`). So what else it does is as upstream's, also to states that the
+1. mcore makes the moments by a step of the Adam inside, on gradients of zeros. It runs for one part after another,
+   whose states are then offloaded (`makes_states`). What else it does is as upstream's, also to states that the
    checkpoint lacks: it counts, and its weight decay scales masters.
 2. The reader writes into DTensors, which have host memory.
 3. The model's `load_state_dict` copies each master onto itself, which torch leaves out, and then all of them to the
@@ -17,11 +17,11 @@ without the bytes:
 4. Transformer Engine's `load_state_dict` makes each moment anew, beside the loaded ones. It gets the param groups alone
    (`loads_states`).
 
-All states are on the GPU, as without offload, where the optimizer's step cannot be divided (`Source.kept_whole_by`), in
-the first of these steps, and where moments are in fp16, in the last: Transformer Engine scales them anew. All masters
-are there, and no moments, in the third step where weights are in FP8, whose copy is one collective, and where the
-layout of gated layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU. So it is with what somebody has
-put in the place of the methods of the first and third step, and of the copy to the weights: it runs once.
+All states are on the GPU, as without offload, in the first step if the optimizer's step cannot be divided
+(`Source.kept_whole_by`), and in the last if moments are in fp16, which Transformer Engine scales anew. All masters, and
+no moments, are there in the third step if weights are in FP8, whose copy is one collective, or if the layout of gated
+layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU. Other code in the place of the methods of the
+first and third step, and of the copy to the weights, runs once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, s
 from bridge_fgo.bridge.session import all_sessions
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.state import local
+from bridge_fgo.memory.state_tensor import local
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import load_groups, loads_its_own_way
 from bridge_fgo.states.fsdp import BUFFER, FsdpSource, is_fsdp, place, stepped_params
@@ -83,21 +83,20 @@ def _attachments() -> list[Served]:
 
 
 def makes_state_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a state dictionary made without bringing states to the GPU: nothing reads their bytes yet."""
+    """Make a state dictionary without reloading states to the GPU: nothing reads their bytes yet."""
     with own() if _attachments() else contextlib.nullcontext():
         return wrapped(*args, **kwargs)
 
 
 def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have entries made of tensors without memory where states are away, and then give them host memory.
+    """Make entries of offloaded states from tensors without memory, and then give them host memory.
 
-    From there a writer reads them, or a reader loads them there. What is on the GPU is loaded where it is.
+    A writer reads that, or a reader loads into it. States on the GPU are loaded there.
     """
     bound = inspect.signature(wrapped).bind(*args, **kwargs)
     hosts = _Hosts()
     for engine, source in _attachments() if _loaded_into is None else _loaded_into:
         if _loaded_into is None:
-            engine.require_whole(source, "saved")
             handing_out = engine.saving(source, copies=False)
         else:
             engine.load_begins(source)
@@ -136,7 +135,7 @@ class _Hosts:
         self._hosts: dict[int, torch.Tensor] = {}  # by that tensor's storage, its state's bytes on the host, uint8
 
     def add(self, shard: torch.Tensor, host: torch.Tensor) -> None:
-        """Note what was handed out for a state; nothing where that is the state itself."""
+        """Note what was handed out for a state, unless that is the state itself."""
         if host is not shard and shard.numel():
             assert host.dtype == shard.dtype
             meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
@@ -179,7 +178,7 @@ def _of_shard(name: str, tensor: DTensor, *args: Any) -> Any:
 
 
 def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have states away while a checkpoint is loaded, and afterwards; see the module."""
+    """Keep states offloaded while a checkpoint is loaded, and afterwards; see the module."""
     optimizer = arguments_of(wrapped, args, kwargs).get("optimizer")
     given = {id(leaf) for leaf in leaves(optimizer)}
     # A load of weights may be given no optimizer, whose masters they are.
@@ -196,14 +195,14 @@ def loads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 
 def reads_checkpoint(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have it known that a checkpoint is read, and none written, by whoever calls it."""
+    """Note that a checkpoint is read, and none written."""
     with _loading_into(_attachments()):
         return wrapped(*args, **kwargs)
 
 
 @served
 def makes_states(call: Call) -> Any:
-    """Have the moments made part by part."""
+    """Make the moments part by part."""
     if not is_fsdp(call.optimizer):
         return call()
     if not is_upstreams(call.wrapped):
@@ -229,7 +228,7 @@ def gives_states(call: Call) -> dict[str, Any]:
 
 
 def loads_states(call: Call) -> Any:
-    """Have param groups loaded, and states only where they are not the optimizer's own, loaded where they are."""
+    """Load param groups, and states only if they are not the optimizer's own, which were loaded in place."""
     source, adam = call.source, call.optimizer.optimizer
     assert isinstance(source, FsdpSource)
     load, is_somebodys = adam.load_state_dict, loads_its_own_way(adam)
@@ -247,7 +246,7 @@ def loads_states(call: Call) -> Any:
 
 
 def rewrites_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the weights of a model that Megatron-FSDP shards made anew of its masters part by part."""
+    """Make the weights of a model that Megatron-FSDP shards anew of its masters, part by part."""
     buffer = getattr(instance, BUFFER)
     for engine, source in _attachments():
         # It has one optimizer, for dense parameters and experts alike.

@@ -1,6 +1,6 @@
 """install() and uninstall(): applies the table of patches, now or when Bridge is imported.
 
-What is global in a process, beside constants and caches, and what ends it:
+Global state of a process, beside constants and caches, by what ends it:
 
 - An uninstall: `installation._installation`, `settings._installed`, `settings._written`, `session._sessions`,
   `session._taken`, `session._newest_stats`, `activation_offload._are_added`, `activation_offload._pinned_for_states`,
@@ -8,9 +8,9 @@ What is global in a process, beside constants and caches, and what ends it:
   `framework_moves._refused`, `framework_moves._left`, `framework_moves._of_new`.
 - The block that has set it: `session._active`, `framework_moves._moved`, `fsdp_wrappers._loaded_into`, `masters._late`.
 - The end of each object in it: `residency._open`, `activation_offload.askers`, `reporting._measurements`,
-  `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`.
+  `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`, `guard._views`.
 - The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
-  `settings.caller`, and the lock `ranks.collectives`.
+  `settings.caller`, `guard._looks`, and the lock `ranks.collectives`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Installation:
 
     def __enter__(self) -> Installation:
         self._entered += 1
-        self.calls = max(self.calls, self._entered)  # where the same handle is entered twice
+        self.calls = max(self.calls, self._entered)  # if the same handle is entered twice
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class Installation:
             self._waiting.setdefault(patch.module, []).append(patch)
 
     def add_frameworks(self, names: Iterable[str]) -> None:
-        """Have the patches of frameworks wait for their modules too, of those that are not there yet."""
+        """Add the patches of frameworks that were not added yet; they wait for their modules."""
         if new := tuple(name for name in names if name not in self.frameworks):
             from bridge_fgo.bridge.frameworks import framework_patches
 
@@ -99,7 +99,7 @@ class Installation:
             self._wait(patches)
 
     def apply_loaded(self) -> None:
-        """Apply the patches of what is imported; a hook that is set already applies those of what still is being."""
+        """Apply the patches of imported modules; a hook that is set already applies those of half imported ones."""
         found = [sys.modules[name] for name in self.modules if name in sys.modules]
         self.apply([module for module in found if not (module.__name__ in _hooked and _is_half_imported(module))])
 
@@ -114,7 +114,7 @@ class Installation:
             self._waiting.pop(module.__name__, None)
 
     def check_undo(self) -> None:
-        """Raise RuntimeError where someone patched on top of a binding, or a framework's model is offloaded."""
+        """Raise RuntimeError if another patch lies on top of a binding, or a framework's model is offloaded."""
         if "bridge_fgo.bridge.framework_moves" in sys.modules:
             from bridge_fgo.bridge.framework_moves import require_all_here
 
@@ -197,7 +197,7 @@ def _is_half_imported(module: ModuleType) -> bool:
 
 
 def _require_whole(name: str) -> None:
-    """Raise RuntimeError where a framework's module is half imported, and no hook will tell of the end."""
+    """Raise RuntimeError if a framework's module is half imported, and no hook will tell of the end."""
     module = sys.modules.get(name)
     if module is not None and name not in _hooked | _ended and _is_half_imported(module):
         raise RuntimeError(
@@ -209,7 +209,7 @@ def _require_whole(name: str) -> None:
 def _hook(modules: Iterable[str]) -> None:
     for name in modules:
         if name not in _hooked:
-            _hooked.add(name)  # wrapt cannot take a hook back, so one is set at a time, and asks who is installed
+            _hooked.add(name)  # wrapt cannot take a hook back, so only one is set, and asks what is installed
             wrapt.register_post_import_hook(_module_imported, name)
 
 
@@ -230,14 +230,13 @@ def uninstall() -> None:
     """Reload all states, detach from the optimizers and restore every patched binding exactly.
 
     Does nothing if nothing is installed. Masters that cannot be reloaded, because weights were changed while they were
-    copied in part, are given up: a line says so, and using one is an error from then on. Everything else is reloaded,
-    but states that a `Residency` has and cannot reload, which stay as they are.
+    copied in part, are given up: a line says so, and using one is an error from then on. States that a `Residency` has
+    and cannot reload stay as they are. Everything else is reloaded.
 
     Raises:
         RuntimeError: another patch lies on top of a binding; the message names it. Or there is no memory to reload the
-            states (`torch.cuda.OutOfMemoryError`), or to reload masters the weights are needed, which are offloaded.
-            The bindings then stay, because without them code that uses the states would find no memory behind them.
-            Remove the cause and call it again.
+            states (`torch.cuda.OutOfMemoryError`), or masters need weights that are offloaded. The bindings then stay,
+            because code that uses the states would find no memory. Remove the cause and call it again.
     """
     global _installation
     if _installation is None:

@@ -16,7 +16,7 @@ import wrapt
 
 from bridge_fgo.bridge.compat import home_of, release, version_of
 from bridge_fgo.bridge.settings import is_installed
-from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.lease import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.states.shadowed import ABSENT, put_back
 from bridge_fgo.states.source import Source
@@ -31,6 +31,15 @@ _TAKE_ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 warned: set[tuple[str, str]] = set()  # (distribution, version) of newer releases that were said not to be tested
 
 
+def owner_of(module: ModuleType, target: str) -> tuple[Any, str]:
+    """Return the owner of a target ("function" or "Class.method") in a module, None if there is none, and its name."""
+    *path, attribute = target.split(".")
+    owner: Any = module
+    for part in path:
+        owner = getattr(owner, part, None)
+    return owner, attribute
+
+
 class Patch(ABC):
     """One entry of the table: the bindings that it replaces, and puts back as they were."""
 
@@ -42,7 +51,7 @@ class Patch(ABC):
 
     @abstractmethod
     def check(self, module: ModuleType) -> None:
-        """Raise RuntimeError where the binding is not the one that the patch was written for."""
+        """Raise RuntimeError if the binding is not the one that the patch was written for."""
 
     @abstractmethod
     def apply(self, module: ModuleType) -> None:
@@ -56,7 +65,7 @@ class Patch(ABC):
         self._replaced.append((owner, attribute, before, ours))
 
     def check_undo(self) -> None:
-        """Raise RuntimeError where someone patched on top."""
+        """Raise RuntimeError if another patch lies on top."""
         for owner, attribute, _, ours in self._replaced:
             if vars(owner).get(attribute) is not ours:
                 place = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__qualname__}"
@@ -76,7 +85,7 @@ class Patch(ABC):
 class FunctionPatch(Patch):
     """Wraps a function of a module, or a method of a class in it.
 
-    The wrapper is skipped where nothing is installed, as in a function that somebody holds after an uninstall.
+    The wrapper is skipped while nothing is installed, as in a function that other code holds after an uninstall.
     """
 
     module: str  # whose import the patch waits for, by the name that it has in Bridge 0.6; see `home_of`
@@ -90,7 +99,7 @@ class FunctionPatch(Patch):
     series: tuple[tuple[int, int], tuple[int, int]] = ((0, 6), (0, 7))
     optional: bool = False  # whether the target may be missing (another generation of mcore)
     # Names of the first parameters, in the order of a call, by which the wrapper understands a function of `*args` or
-    # `**kwargs`, which somebody has wrapped around the target without `functools.wraps`; empty where it does not.
+    # `**kwargs` that was wrapped around the target without `functools.wraps`; empty if it does not.
     order: tuple[str, ...] = ()
     name: str = field(init=False)
 
@@ -98,13 +107,6 @@ class FunctionPatch(Patch):
         super().__init__()
         self.module = home_of(self.module)
         self.name = f"{self.module}.{self.target}"
-
-    def _owner(self, module: ModuleType) -> tuple[Any, str]:
-        *path, attribute = self.target.split(".")
-        owner: Any = module
-        for part in path:
-            owner = getattr(owner, part, None)
-        return owner, attribute
 
     @override
     def check(self, module: ModuleType) -> None:
@@ -115,7 +117,7 @@ class FunctionPatch(Patch):
                 f"bridge_fgo supports {self.distribution} from {first[0]}.{first[1]} on, found {version}: install "
                 "a newer one"
             )
-        owner, attribute = self._owner(module)
+        owner, attribute = owner_of(module, self.target)
         function = getattr(owner, attribute, None)
         if function is None and self.optional:
             return
@@ -133,7 +135,7 @@ class FunctionPatch(Patch):
 
     @override
     def apply(self, module: ModuleType) -> None:
-        owner, attribute = self._owner(module)
+        owner, attribute = owner_of(module, self.target)
         current = getattr(owner, attribute, None)
         if current is None and self.optional:
             return
@@ -163,9 +165,9 @@ DRIVER = "EXTERNAL_DRIVER"
 class StandAsidePatch(Patch):
     """Makes the calls to mcore's offloader do nothing in a Bridge that has the series in `patches/` applied.
 
-    Why all of them: two drivers of the same states would undo each other, and of the two only this package has
-    the native engine, and knows the readers between steps. Does nothing to a Bridge that is not patched. Bridge's
-    config module imports the series' module, so the latter is there when the former is.
+    Why all of them: two drivers of the same states would undo each other, and only this package has the native engine,
+    and knows the readers between steps. Does nothing to a Bridge that is not patched. Bridge's config module imports
+    the series' module.
     """
 
     module = home_of("megatron.bridge.training.config")
@@ -227,9 +229,9 @@ class Call(NamedTuple):
 
 
 def served(act: Callable[[Call], Any], writes: bool = True) -> Wrapper:
-    """Return a wrapper that does `act` in place of a method, where the native engine serves the optimizer.
+    """Return a wrapper that calls `act` instead of a method, if the native engine serves the optimizer.
 
-    An engine of mcore's brings states back, readable or writable as the method needs them, and the method is called.
+    An engine of mcore's makes states readable, or writable, as the method needs them, and the method is called.
     """
 
     @functools.wraps(act)
@@ -243,5 +245,4 @@ def served(act: Callable[[Call], Any], writes: bool = True) -> Wrapper:
     return wrapper
 
 
-reading = functools.partial(served, writes=False)
-"""Does as `served`, for a method that only reads states."""
+reading = functools.partial(served, writes=False)  # does as `served`, for a method that only reads states

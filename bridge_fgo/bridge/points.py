@@ -15,14 +15,13 @@ from torch.utils.hooks import RemovableHandle
 
 from bridge_fgo.offload.profile import Mark
 
-Point = Callable[[Mark], bool]  # returns False where nothing may move, and so its backward is none either
+Point = Callable[[Mark], bool]  # returns False if nothing may move, so that its backward is no point either
 
 
 class ModelPoints:
-    """Reports a point where a layer begins its forward, and where its backward has ended.
+    """Reports a point as a layer begins its forward, and as its backward has ended; see `layers`.
 
-    Layers are the model chunk itself, the members of its module lists and what stands beside these; see `layers`. The
-    hooks are there only within a training step: nothing of them is in a saved, copied or evaluated model.
+    The hooks exist only within a training step: a model that is saved, copied or evaluated has none.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,7 @@ class ModelPoints:
         self._hook = PointHook(None)
 
     def begin_pass(self, is_watching: bool = False) -> None:
-        """Begin a pass, perhaps anew; where `is_watching`, only forwards of layers that are watched are points."""
+        """Begin a pass, perhaps anew; if `is_watching`, only forwards of layers that are watched are points."""
         self._hook.begin_pass(is_watching)
 
     @contextmanager
@@ -50,10 +49,9 @@ class ModelPoints:
 
 
 class PointHook:
-    """The hooks of one training step.
+    """The hooks of one training step on all layers of the rank, `every`, which are numbered by their places.
 
-    `every` has all layers of the rank; their places are their numbers. Where `is_watching`, the first pass is expected
-    to be watched, so that hooks need not be hung anew.
+    If `is_watching`, the first pass is expected to be watched, so that hooks need not be registered anew.
     """
 
     def __init__(self, point: Point | None, every: Sequence[Layer] = (), is_watching: bool = False) -> None:
@@ -66,8 +64,8 @@ class PointHook:
 
     def _start(self) -> None:
         self._live = 0
+        # bytes of the forwards of a layer, by its number, that are run again before their backward
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
-        """Bytes of the forwards of a layer, by its number, that are run again before their backward."""
 
     def begin_pass(self, is_watching: bool) -> None:
         """Forget what was live in an earlier pass of the step; `is_watching` as in `ModelPoints.begin_pass`."""
@@ -77,7 +75,7 @@ class PointHook:
             self._hang()
 
     def _hang(self) -> None:
-        """Hang the hooks that a pass of this sort needs, in place of those that hang."""
+        """Register the hooks that a pass of this sort needs, in place of others."""
         self._take_down()
         for number, layer in enumerate(self._every):
             if self.is_watching and not layer.is_watched:
@@ -91,7 +89,7 @@ class PointHook:
         self._handles.clear()
 
     def end(self) -> None:
-        """End the step, also for whoever has copied the hooks."""
+        """End the step, also for copies of the hooks."""
         self._take_down()
         self._point, self._every = None, ()
 
@@ -153,9 +151,9 @@ class Layer(NamedTuple):
     """A module that reports points."""
 
     module: Module
-    is_sized: bool = True  # whether batches of one shape go into it as one; an expert gets what is routed to it
-    # Whether its forward is compared where nothing moves. What goes into an expert, or into a layer's child, follows
-    # from the layer's inputs, and each call costs the host some microseconds.
+    is_sized: bool = True  # whether its inputs have one shape for batches of one shape; an expert's have not
+    # Whether its forward is compared if nothing moves. Inputs of an expert, or of a layer's child, follow from the
+    # layer's, and each call costs the host some microseconds.
     is_watched: bool = True
 
 
@@ -163,11 +161,11 @@ ENOUGH_LAYERS = 16  # of so many layers children report no points, as each takes
 
 
 def layers(chunk: Module) -> list[Layer]:
-    """Return a model chunk, its layers, and their children with parameters where layers are few; each once.
+    """Return a model chunk, its layers, and their children with parameters if layers are few; each once.
 
-    The chunk itself, whose forward gets the batch, is one because its embeddings come before any layer. And so is what
-    stands beside the outermost lists (the norm after the last layer): once its backward has ended, the logits are gone,
-    which are the largest of all activations.
+    Layers are the members of module lists; the chunk itself, as its embeddings run before any other; and modules beside
+    the outermost lists (the norm after the last layer): once their backward has ended, the logits are freed, which are
+    the largest of all activations.
     """
     found: dict[int, Module] = {id(chunk): chunk}
     lists = [module for module in chunk.modules() if isinstance(module, torch.nn.ModuleList)]
@@ -216,15 +214,14 @@ HOOK = "finalize_model_grads_func"
 
 @contextmanager
 def reload_hook(model_config: Any, reload: Callable[[], None]) -> Iterator[None]:
-    """Have `reload` called before the bound finalize inside the block; afterwards, bind again what was bound.
+    """Call `reload` before the bound finalize inside the block; afterwards, bind again what was bound.
 
-    Why there: mcore's schedules call the hook once, after the last microbatch's backward, when activations are gone and
-    the gradient reduction that follows can hide the copies. What was bound is called with the same arguments, so that
-    Bridge's `partial(finalize_model_grads, pg_collection=...)` and MIMO's multimodule finalize stay as they are.
+    Why there: mcore's schedules call the hook once, after the last microbatch's backward, when activations are freed
+    and the gradient reduction that follows can hide the copies. What was bound (Bridge's `partial`, MIMO's multimodule
+    finalize) is called with the same arguments.
 
-    Only for the length of a training step: an in-process restart binds another hook between steps, and a
-    checkpoint's run config, saved between steps, must name Bridge's function and not ours. With no hook
-    bound, mcore's schedule calls none, and the optimizer step itself reloads.
+    Only for the length of a training step: an in-process restart binds another hook between steps, and a checkpoint's
+    run config, saved between steps, must name Bridge's function. Without a hook the optimizer step itself reloads.
     """
     bound = getattr(model_config, HOOK, None)
     if bound is None:

@@ -1,8 +1,8 @@
 """Refuse configs before training, by tables: each row has the settings, the condition and the text of one refusal.
 
 Every text begins with the settings and their values, and ends with what to do. Rows read attributes only, of Bridge's
-configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all that is wrong, training raises the
-first. Settings that no engine honours are refused by `compat.choose_engine`, built optimizers by `optimizers.eligible`.
+configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists all refusals, training raises the first.
+`compat.choose_engine` refuses settings that no engine honours, and `optimizers.eligible` built optimizers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from bridge_fgo.states.distributed import MOMENTS
 
 FLAG_TEXT = "optimizer.offload_optimizer_states=True"
 FSDP = "ddp.use_megatron_fsdp=True"
-MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")
-"""mcore's names of Muon."""
+MUONS = ("muon", "dist_muon", "adaptive_muon", "dist_adaptive_muon")  # mcore's names of Muon
 _NAME = re.compile(r"\w+\.\w+")
 
 
@@ -40,15 +39,15 @@ def is_layer_wise(optimizer: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, where known."""
+class RunConfig:
+    """The config of a run: a Bridge ConfigContainer, or some of its sections; settings and engine, if known."""
 
     cfg: Any
     settings: OffloadConfig | None = None
     engine: Choice | None = None
 
     def __getitem__(self, setting: str) -> Any:
-        """Return the value of a setting, "section.name" or "OffloadConfig.name"; None where there is none."""
+        """Return the value of a setting, "section.name" or "OffloadConfig.name"; None if there is none."""
         section, _, name = setting.partition(".")
         return setting_of(self.settings if section == "OffloadConfig" else getattr(self.cfg, section, None), name)
 
@@ -84,19 +83,19 @@ class Refusal:
 
     setting: str
     beside: tuple[str, ...]  # the settings that it cannot be combined with
-    text: str | Callable[[Asked], str]  # why not, and what to do
-    when: Callable[[Asked], bool] | None = None  # whether it is refused; by default where `setting` is True
+    text: str | Callable[[RunConfig], str]  # why not, and what to do
+    when: Callable[[RunConfig], bool] | None = None  # whether it is refused; by default if `setting` is True
 
-    def applies(self, asked: Asked) -> bool:
+    def applies(self, run: RunConfig) -> bool:
         """Return whether a run that asks for this is refused."""
-        return asked.sets(self.setting) if self.when is None else self.when(asked)
+        return run.sets(self.setting) if self.when is None else self.when(run)
 
-    def told(self, asked: Asked) -> str:
+    def text_for(self, run: RunConfig) -> str:
         """Return the text, which begins with the settings and their values."""
-        first, *beside = (f"{name}={asked[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
+        first, *beside = (f"{name}={run[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
         with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
-        text = as_set_in(asked.cfg, self.text if isinstance(self.text, str) else self.text(asked))
-        return as_named_in(getattr(asked.cfg, "model", None), f"{first} with {with_}: {text}")
+        text = as_set_in(run.cfg, self.text if isinstance(self.text, str) else self.text(run))
+        return as_named_in(getattr(run.cfg, "model", None), f"{first} with {with_}: {text}")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,9 +123,9 @@ def as_set_in(cfg: Any, advice: str) -> str:
     return re.sub(r"\b(\w+)\.(\w+)=([\w.']+)", placed, advice)
 
 
-def told(rows: Iterable[Refusal], asked: Asked) -> Iterator[str]:
+def texts(rows: Iterable[Refusal], run: RunConfig) -> Iterator[str]:
     """Yield the texts of the rows that refuse what is asked for."""
-    return (row.told(asked) for row in rows if row.applies(asked))
+    return (row.text_for(run) for row in rows if row.applies(run))
 
 
 def refuse(refusals: Iterator[str]) -> None:
@@ -140,12 +139,12 @@ def uses_fsdp(cfg: Any) -> bool:
     return any(getattr(getattr(cfg, name, None), "use_megatron_fsdp", False) is True for name in ("ddp", "dist"))
 
 
-def _instead_of_hybrid(asked: Asked) -> str:
+def _instead_of_hybrid(run: RunConfig) -> str:
     """Return why HybridDeviceOptimizer is refused, and which setting offloads the share that it was given.
 
     Both take whole parameters in the optimizer's order until their share is reached, one of elements, one of bytes.
     """
-    fraction = asked["optimizer.optimizer_offload_fraction"]
+    fraction = run["optimizer.optimizer_offload_fraction"]
     share = f"optimizer.optimizer_offload_fraction={fraction!r}"
     if not isinstance(fraction, int | float) or fraction >= 1:
         instead = "optimizer.optimizer_cpu_offload=False: the flag alone offloads every state"
@@ -153,7 +152,7 @@ def _instead_of_hybrid(asked: Asked) -> str:
         instead = f"optimizer.optimizer_cpu_offload=False and OffloadConfig(fraction={fraction!r}) in place of {share}"
     else:
         instead = f"optimizer.optimizer_cpu_offload=False: {share} moves nothing, and the flag alone every state"
-    if uses_fsdp(asked.cfg):
+    if uses_fsdp(run.cfg):
         return (
             f"HybridDeviceOptimizer updates copies on the CPU, and with {FSDP} masters stay on the GPU beside them; "
             f"set {instead}; the masters are offloaded too, and parameter groups as a whole (with "
@@ -258,7 +257,7 @@ OF_ENGINES = [
 GRADIENTS = "OffloadConfig.gradients"
 
 
-def _gradients(beside: str, text: str, when: Callable[[Asked], bool]) -> Refusal:
+def _gradients(beside: str, text: str, when: Callable[[RunConfig], bool]) -> Refusal:
     """Return the row of a setting beside which gradients can be neither allocated late nor offloaded."""
     return Refusal(GRADIENTS, (beside,), f"{text}; or set {GRADIENTS}=False", lambda a: bool(a[GRADIENTS]) and when(a))
 
@@ -321,8 +320,8 @@ OF_SETTINGS = [
         )
     ),
 ]  # fmt: skip
-"""Settings that cannot be honoured: of masters, where there are none, or no weight is the rounding of one; and of
-gradients, whose memory somebody else counts on."""
+"""Settings that cannot be honoured: of masters, if there are none, or no weight is the rounding of one; and of
+gradients whose memory other code relies on."""
 
 OF_SETTINGS_UNDER_FSDP = [
     Refusal("OffloadConfig.engine", (FLAG_TEXT, FSDP),
@@ -340,7 +339,7 @@ OF_SETTINGS_UNDER_FSDP = [
 
 
 def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
-    """Raise ValueError where a config that Bridge has validated cannot be combined with these settings."""
+    """Raise ValueError if a config that Bridge has validated cannot be combined with these settings."""
     refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
 
 
@@ -353,7 +352,7 @@ def config_refusals(cfg: Any) -> Iterator[str]:
         yield str(error)
         return
     if flag_is_set(cfg.optimizer):
-        yield from told([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], Asked(cfg))
+        yield from texts([*OF_OPTIMIZERS, *OF_CONFIGS, *(UNDER_FSDP if uses_fsdp(cfg) else ())], RunConfig(cfg))
 
 
 def misspelt_flags(cfg: Any) -> Iterator[str]:
@@ -380,27 +379,24 @@ def all_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
         except ValueError as error:
             yield str(error)
         else:
-            yield from told(OF_ENGINES, Asked(cfg, settings, engine))
+            yield from texts(OF_ENGINES, RunConfig(cfg, settings, engine))
         yield from setting_refusals(cfg, settings)
 
 
 def setting_refusals(cfg: Any, settings: OffloadConfig) -> Iterator[str]:
     """Yield why settings of masters and gradients cannot be honoured."""
-    return told(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, Asked(cfg, settings))
+    return texts(OF_SETTINGS_UNDER_FSDP if uses_fsdp(cfg) else OF_SETTINGS, RunConfig(cfg, settings))
 
 
 def refuse_optimizer_config(config: Any) -> None:
     """Check an OptimizerConfig whose flag is set, if there is one; raise as `refuse_config`."""
     if config is not None:
-        refuse(told(OF_OPTIMIZERS, Asked(SimpleNamespace(optimizer=config))))
+        refuse(texts(OF_OPTIMIZERS, RunConfig(SimpleNamespace(optimizer=config))))
 
 
 def refuse_model_config(model_config: Any, engine: Choice, models: Iterable[torch.nn.Module]) -> None:
-    """Check a built model's config for a full-iteration CUDA graph, which the engine may not serve; raise ValueError.
-
-    And that of each part for GTP.
-    """
-    refuse(told([GRAPH_OF_ITERATION, *GTP], Asked(SimpleNamespace(model=model_config), engine=engine)))
+    """Raise ValueError if a built model has a full-iteration CUDA graph that the engine does not serve, or GTP."""
+    refuse(texts([GRAPH_OF_ITERATION, *GTP], RunConfig(SimpleNamespace(model=model_config), engine=engine)))
     _refuse_parts(models, GTP)
 
 
@@ -416,11 +412,11 @@ def _refuse_parts(
     """Check the configs of all parts (MIMO's and vision models have their own) by rows that read the model's alone."""
     modules = (module for model in models for module in model.modules())
     for config in {id(found): found for module in modules if (found := getattr(module, "config", None))}.values():
-        refuse(told(rows, Asked(SimpleNamespace(model=config), settings)))
+        refuse(texts(rows, RunConfig(SimpleNamespace(model=config), settings)))
 
 
 def captures_full_iteration(model_config: Any) -> bool:
-    """Return what Bridge's `is_full_iteration_cuda_graph` does, also where Bridge is not installed."""
+    """Return what Bridge's `is_full_iteration_cuda_graph` does, even if Bridge is not installed."""
     implementation = setting_of(model_config, "cuda_graph_impl", "none")
     if implementation != "local":
         return implementation == "full_iteration"
@@ -437,12 +433,12 @@ def captures_full_iteration(model_config: Any) -> bool:
 
 
 def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | None = None) -> None:
-    """Raise ValueError where a persistent checkpoint worker could not be handed the copies of the states.
+    """Raise ValueError if a persistent checkpoint worker could not be handed the copies of the states.
 
     It is a process of its own and gets each host tensor, of so many bytes in `copies` a rank, as an open file under
-    PyTorch's sharing strategy "file_descriptor", and as a file in /dev/shm under "file_system". Where either runs out,
-    the thread that sends them prints an error, and training waits for the worker without end. (On the GPU states go as
-    CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
+    PyTorch's sharing strategy "file_descriptor", and as a file in /dev/shm under "file_system". If either runs out, the
+    thread that sends them prints an error, and training waits for the worker without end. (States on the GPU are sent
+    as CUDA handles. In the formats that mcore gathers on the host it is the same without offload.)
     """
     if not (copies and copies_go_to_a_worker(checkpoint)):
         return
@@ -467,9 +463,9 @@ def refuse_small_shared_memory(checkpoint: Any, copies: list[int], ranks: int | 
 
 
 def copies_go_to_a_worker(checkpoint: Any) -> bool:
-    """Return whether tensors that a checkpoint gets go to a process that is there already, by shared memory.
+    """Return whether a checkpoint's tensors are sent to a persistent worker by shared memory.
 
-    One that is forked for the save has the memory; of a `fully_reshardable` checkpoint mcore gathers copies of its own.
+    A worker that is forked for the save has the memory; for a `fully_reshardable` checkpoint mcore gathers copies.
     """
     takes_tensors = not getattr(checkpoint, "dist_ckpt_optim_fully_reshardable", False)
     saves = checkpoint.save is not None and checkpoint.save_optim and checkpoint.async_save

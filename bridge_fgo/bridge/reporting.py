@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line on the rank that it concerns, whichever that is."""
+    """Print a line on the rank that it concerns."""
     several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
     print(f"bridge_fgo: {f'rank {torch.distributed.get_rank()}: ' if several else ''}{text}", flush=True)
 

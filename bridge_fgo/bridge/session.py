@@ -1,6 +1,7 @@
 """One session for each top-level optimizer: translates Bridge's events into verbs of the rank's engine.
 
-It is made as the optimizer is built, or at the first step with the flag, and closed when the flag or the package goes.
+It is made as the optimizer is built, or at the first step with the flag, and closed when the flag is unset or the
+package is uninstalled.
 """
 
 from __future__ import annotations
@@ -13,22 +14,15 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.bridge import activation_offload
+from bridge_fgo.bridge import activation_offload, refusals
 from bridge_fgo.bridge.compat import FLAG, check_flag, choose_engine, flag_is_set, mcore_version
 from bridge_fgo.bridge.optimizers import eligible, stage_of
 from bridge_fgo.bridge.points import ModelPoints, reload_hook
-from bridge_fgo.bridge.refusals import (
-    captures_full_iteration,
-    copies_go_to_a_worker,
-    refuse_gradients_of,
-    refuse_model_config,
-    refuse_optimizer_config,
-    refuse_small_shared_memory,
-)
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import OffloadConfig, readable
-from bridge_fgo.engines.engine import ATTACHED, Attachment, Engine, attachment_of
+from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.gradients import Gradients
+from bridge_fgo.engines.lease import EngineLease, shareable_leases
 from bridge_fgo.engines.native import NativeEngine, make_transfers
 from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
@@ -36,8 +30,7 @@ from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.offload.profile import Mark
-from bridge_fgo.sleep.refusals import STATES, ddp_of
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.refusals import ddp_of
 from bridge_fgo.states.choice import source_of
 from bridge_fgo.states.distributed import McoreSource
 from bridge_fgo.states.source import Source
@@ -51,72 +44,33 @@ GIVEN_UP = (
     "master weights were given up by bridge_fgo.uninstall(): weights of the model were changed while these were "
     "offloaded in part (OffloadConfig.master_remainders); build the optimizer anew and resume from the last checkpoint"
 )
+ASKED_BY = {"step": f"optimizer.{FLAG}=True", "sleep": "Residency.training_step()"}
+"""By the owner of the engine, what asked for the offload, for messages."""
 ENOUGH_RELEASED = 0.95  # share of the planned bytes whose release proves that the flag is no silent no-op
 
 
 class Session:
-    """The engine of one top-level optimizer, and where that stands in the training step.
+    """The training steps of one top-level optimizer, which drive its engine: where they stand, and their figures.
 
-    It hangs on the optimizer, so it goes when the optimizer goes. Every rank of the job makes its own at the same time:
-    they tell each other whether it can be made, and what host memory it takes.
+    It hangs on the optimizer, so it goes when the optimizer goes, or on a `Residency`.
 
     Args:
-        optimizer: what Bridge hands to `train_step`: a chain of optimizers, a MimoOptimizer, or what `source_of` takes.
+        lease: that of the engine.
         model_config: the model config that holds `finalize_model_grads_func`.
-        config: the settings in force.
-        model: its model, or a list of its chunks, whose gradients may be moved too.
-        owner: what has made the engine and closes it, attached; None where the session does.
-
-    Raises:
-        ValueError, RuntimeError: the optimizer or a setting is refused, or there is no host memory, on any rank.
+        gradients: moves the model's gradients; None leaves them to mcore.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        model_config: Any,
-        config: OffloadConfig,
-        model: Any = None,
-        owner: OptimizerStates | None = None,
-    ) -> None:
-        self.gradients: Gradients | None = None
-        self.model_config = model_config
+    def __init__(self, lease: EngineLease, model_config: Any, gradients: Gradients | None = None) -> None:
+        self.lease, self.engine, self.meter, self.settings = lease, lease.engine, lease.meter, lease.settings
+        self.gradients, self.model_config = gradients, model_config
         # mcore frees activations while their copies out may still run. Their memory is no room for states until then:
         # the allocator would wait for the copies.
-        waits = config.gpu_memory_budget_gib == "auto" and self._offloads_activations
-        intervals = ACTIVE if waits else ALLOCATED
-        if owner is None:
-            meter = PeakMeter(intervals)
-            chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
-
-            def make() -> tuple[list[McoreSource], Engine]:
-                sources, engine = _make_engine(optimizer, model_config, config, meter, chunks)
-                if config.gradients:
-                    assert isinstance(engine, NativeEngine)  # with another the setting is refused
-                    self.gradients = _take_gradients(chunks, config)
-                    if config.gpu_memory_budget_gib is not None:
-                        engine.schedule.holding.gradients_stay = self.gradients.stay
-                    engine.hosts_beside = self.gradients.map_hosts()
-                return sources, engine
-
-            with undo_on_error(lambda: self.gradients and self.gradients.close()), collectives:
-                sources, engine = on_every_rank(make)
-                pin_on_every_rank(engine)
-            # Only now, so that a refusal leaves nothing half attached, on any rank.
-            for source in sources:
-                if engine.name == "native":
-                    source.drop_other_offloader()
-                setattr(source.optimizer, ATTACHED, Attachment(engine, source))
-        else:
-            meter, sources, engine = owner.meter, owner.sources, owner.engine
-            meter.of_intervals = intervals
-            owner.engine.schedule.holding.announce, owner.engine.schedule.holding.warn = say, warn
-        self.what = f"optimizer.{FLAG}=True" if owner is None else "Residency.training_step()"
-        """What asked for the offload, for messages."""
-        self.settings, self.engine = config, engine
-        self._owner, self.meter = owner, meter
-        self._leaves = weakref.WeakSet[Any](source.optimizer for source in sources)
-        self.figures = Figures(engine, mcore_version(), meter, self.gradients)
+        waits = self.settings.gpu_memory_budget_gib == "auto" and self._offloads_activations
+        self.meter.of_intervals = ACTIVE if waits else ALLOCATED
+        if isinstance(self.engine, NativeEngine):
+            holding = self.engine.schedule.holding
+            holding.announce, holding.warn = say, warn
+        self.figures = Figures(self.engine, mcore_version(), self.meter, gradients)
         self._points = ModelPoints()
         self.closed = False
         self._is_captured = False  # whether the model has its passes captured into a full-iteration CUDA graph
@@ -129,15 +83,16 @@ class Session:
         self._is_proven = False  # whether a step has released what was planned
         self._had_states = False  # whether there was anything to release in a step that proves nothing yet
         self._add_waits()
+        lease.is_stepped = True
         _sessions.add(self)
 
     # What the wrappers call, in the order of one training step.
 
     @contextmanager
     def training_step(self, model: Any, microbatches: int) -> Iterator[None]:
-        """Context of a training step of a model, or its chunks; no reload is in flight after it but on an error."""
+        """Context of a training step of a model, or its chunks; no reload is in flight after it unless it raises."""
         engine = self.engine
-        self._is_captured = is_captured = captures_full_iteration(self.model_config)
+        self._is_captured = is_captured = refusals.captures_full_iteration(self.model_config)
         self.figures.begin_step()
         self._updates_before, self.updated = self.updates, False
         _active.append(self)
@@ -158,8 +113,8 @@ class Session:
             return
 
         def settle() -> None:
-            # A skipped step and an early exit leave a reload in flight: whatever reads the states next (a save,
-            # a callback) does so on the current stream.
+            # A skipped step and an early exit leave a reload in flight. The next reader (a save, a callback) runs on
+            # the current stream.
             engine.settle()
             self.figures.end_step()
 
@@ -204,7 +159,7 @@ class Session:
         return getattr(self.model_config, activation_offload.ON, False) is True
 
     def _require_released(self) -> None:
-        """Raise RuntimeError where the flag is a silent no-op, in whole or in part.
+        """Raise RuntimeError if the offload is a silent no-op, in whole or in part.
 
         A step that had any state released at least something; and the first step after an update, when every state
         exists, released what was planned.
@@ -215,9 +170,9 @@ class Session:
         has_all = self._updates_before > 0
         if freed < (ENOUGH_RELEASED * planned if has_all else int(self._had_states)):
             raise RuntimeError(
-                f"{self.what}, but a training step released {freed} bytes of the {planned} planned (engine "
-                f"{self.engine.name}): the flag would be a silent no-op. Please report this with the output of the "
-                "run, and train with the flag unset meanwhile"
+                f"{ASKED_BY[self.lease.owner]}, but a training step released {freed} bytes of the {planned} planned "
+                f"(engine {self.engine.name}): it would be a silent no-op. Please report this with the output of the "
+                "run, and train without it meanwhile"
             )
         self._is_proven = has_all
 
@@ -246,12 +201,14 @@ class Session:
         return moves
 
     def release(self) -> None:
-        """Let GPU memory go: grads are zeroed and nothing reads the states any more."""
+        """Free GPU memory: grads are zeroed and nothing reads the states any more."""
+        if self.gradients is not None:
+            self.gradients.guard_views()
         self.engine.release()
         self.figures.released()
 
     def reload(self) -> None:
-        """Take GPU memory again and start the copies in: backward is done."""
+        """Allocate GPU memory and start the copies in: backward is done."""
         if self.closed:  # within the step, for whose length the hook is bound
             return
         self.figures.reloading()
@@ -264,47 +221,46 @@ class Session:
 
     @contextmanager
     def stepping(self, source: Source) -> Iterator[None]:
-        """Context of one optimizer's step, with its states where it needs them."""
+        """Context of one optimizer's step, with its states on the GPU as it needs them."""
         with self.figures.step_clock.measure(), self.engine.stepping(source):
             yield
 
     @property
     def is_lost(self) -> bool:
-        """Whether something came in the midst of a move of its states, so that they cannot be used any more."""
-        return hasattr(self, "engine") and self.engine.is_lost  # one that was closed has let go of it
+        """Whether a move of its states was interrupted, so that they cannot be used any more."""
+        return hasattr(self, "engine") and self.engine.is_lost  # a closed one has no engine
 
     def trains(self, chunks: list[Any]) -> bool:
         """Return whether one of its optimizers updates one of these model chunks, as DDP wraps them."""
-        own = {id(chunk) for leaf in self._leaves for chunk in getattr(leaf, "model_chunks", ())}
+        leaves = (source.optimizer for source in self.lease.sources)
+        own = {id(chunk) for leaf in leaves for chunk in getattr(leaf, "model_chunks", ())}
         return any(id(chunk) in own for chunk in chunks)
 
     def close(self, gives_up: bool = False) -> None:
-        """Make the states resident for good and undo what the session hung on the optimizers.
+        """Make the states resident for good, and end the use of the engine.
 
-        RuntimeError where states cannot be brought back; the session stays open, and may be closed once they can. If it
-        `gives_up`, masters for which that is so as weights were changed are lost, and a line says so; and the states of
-        a Residency stay with it as they are.
+        If it `gives_up`, masters that cannot be reloaded, as weights were changed, are lost, and a line says so; and
+        the states of a `Residency` stay with it as they are.
+
+        Raises:
+            RuntimeError: states cannot be reloaded. The session stays open, and may be closed once they can.
         """
         if self.closed and not self.is_lost:  # by an uninstall
             return
         if self.gradients is not None:
             self.gradients.close()
             self.gradients = None
-        if self._owner is not None:
-            self._owner.stop_driving(reloads=not gives_up)
-            if gives_up:
-                warn("optimizer state stays off the GPU with its Residency, which could not reload it")
-        else:
-            lost = gives_up and isinstance(self.engine, NativeEngine) and self.engine.give_up_masters(GIVEN_UP)
-            if lost:
-                warn(f"{readable(lost)} of {GIVEN_UP}")
-            self.engine.close()
-        if self.engine.is_torn:
+        lease, engine = self.lease, self.engine
+        is_own = lease.owner == "step"
+        if gives_up and is_own and isinstance(engine, NativeEngine) and (lost := engine.give_up_masters(GIVEN_UP)):
+            warn(f"{readable(lost)} of {GIVEN_UP}")
+        lease.end_steps(reloads=not gives_up)
+        if gives_up and not is_own:
+            warn("optimizer state stays off the GPU with its Residency, which could not reload it")
+        if engine.is_torn:
             say("an error ended the newest optimizer step half-way: its state is no more fit to be saved or trained on")
-        for leaf in self._leaves:
-            vars(leaf).pop(ATTACHED, None)
         self.closed = True
-        del self.engine, self.figures  # the engine's transfers know every slab that was copied, and its host memory
+        del self.lease, self.engine, self.figures  # the engine's transfers know every slab, and its host memory
 
     def publish(self) -> None:
         """Make the figures as they are now what `bridge_fgo.stats` returns."""
@@ -351,27 +307,55 @@ class Session:
             )
 
 
+# The engine of a session that the flag asks for.
+
+
+def _make_session(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any) -> Session:
+    """Return the session of an optimizer that owns its engine.
+
+    A collective: ranks tell each other whether engines can be made, and what host memory these take.
+
+    Raises:
+        ValueError, RuntimeError: the optimizer or a setting is refused, or there is no host memory, on any rank.
+    """
+    meter, taken = PeakMeter(), list[Gradients]()
+    chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
+
+    def make() -> tuple[list[McoreSource], Engine]:
+        sources, engine = _make_engine(optimizer, model_config, config, meter, chunks)
+        if config.gradients:
+            assert isinstance(engine, NativeEngine)  # with another the setting is refused
+            taken.append(gradients := _take_gradients(chunks, config))
+            if config.gpu_memory_budget_gib is not None:
+                engine.schedule.holding.gradients_stay = gradients.stay
+            engine.hosts_beside = gradients.map_hosts()
+        return sources, engine
+
+    with undo_on_error(lambda: [each.close() for each in taken]), collectives:
+        sources, engine = on_every_rank(make)
+        pin_on_every_rank(engine)
+    # Only now, so that a refusal leaves nothing half attached, on any rank.
+    for source in sources if engine.name == "native" else ():
+        source.drop_other_offloader()
+    return Session(EngineLease("step", sources, engine, config, meter), model_config, *taken)
+
+
 def _make_engine(
     optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter, chunks: list[torch.nn.Module]
 ) -> tuple[list[McoreSource], Engine]:
-    """Return this rank's sources and their engine; raise as `Session`."""
+    """Return this rank's sources and their engine; raise as `_make_session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
-    refuse_optimizer_config(optimizer_config)
+    refusals.refuse_optimizer_config(optimizer_config)
     name = choose_engine(config, optimizer_config)
-    refuse_model_config(model_config, name, chunks)
+    refusals.refuse_model_config(model_config, name, chunks)
     leaves = eligible(optimizer)
-    if any(STATES in vars(leaf) for leaf in leaves):
-        raise ValueError(
-            f"optimizer.{FLAG}=True, but a bridge_fgo.Residency that was made before has the states of this optimizer, "
-            "by an engine of its own: close() it, and make it once training is set up"
-        )
-    # Somebody has put them into another chain since they were built: masters that are away come back first.
-    held = {id(to.engine) for leaf in leaves if (to := attachment_of(leaf)) is not None}
+    # The optimizers were put into another chain since they were built: their states are reloaded first.
+    leases = shareable_leases(leaves, f"optimizer.{FLAG}=True")
     for session in _open_sessions():
-        if id(session.engine) in held:
+        if session.lease in leases:
             session.close()
     sources = [source_of(leaf) for leaf in leaves]
-    return sources, make_engine(name, sources, config, meter, stage_of(leaves), say, warn)
+    return sources, make_engine(name, sources, config, meter, stage_of(leaves))
 
 
 def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gradients:
@@ -382,7 +366,7 @@ def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gra
             f"OffloadConfig.gradients={config.gradients!r}: the model has no DDP of mcore's, whose gradients it is "
             "about; set OffloadConfig.gradients=False"
         )
-    refuse_gradients_of(chunks, config)
+    refusals.refuse_gradients_of(chunks, config)
     devices = (buffer.grad_data.device for ddp in ddps for buffer in ddp.buffers)
     transfers = make_transfers(next(devices, torch.device("cpu")), config)
     gradients = Gradients(ddps, transfers, offloads=config.gradients is True)
@@ -408,7 +392,7 @@ def _open_sessions() -> list[Session]:
 
 
 def all_sessions() -> list[Session]:
-    """Return the open sessions; without lost ones, which a traceback may keep alive, where there are others."""
+    """Return the open sessions; without lost ones, which a traceback may keep alive, if there are others."""
     opened = _open_sessions()
     return [session for session in opened if not session.is_lost] or opened
 
@@ -416,7 +400,7 @@ def all_sessions() -> list[Session]:
 def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any = None) -> Session:
     """Return the session of a top-level optimizer and its model, made and announced on the first call.
 
-    Raises as `Session`, and ValueError where the settings are others than at the first call.
+    Raises as `_make_session`, and ValueError if the settings are others than at the first call.
     """
     session: Session | None = vars(optimizer).get(SESSION)
     if session is not None and session.is_lost:
@@ -425,7 +409,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
             "was on its way between GPU and host; build it anew and resume from the last checkpoint"
         )
     if session is None or session.closed:
-        session = Session(optimizer, model_config, config, model)
+        session = _make_session(optimizer, model_config, config, model)
         setattr(optimizer, SESSION, session)
         session.publish()
         session.announce()
@@ -444,7 +428,7 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     A flag that was unset in mid-run makes the states resident and closes the session.
 
     Raises:
-        ValueError, RuntimeError: as `Session`, or as `refuse_small_shared_memory`.
+        ValueError, RuntimeError: as `_make_session` and `refuse_small_shared_memory`.
     """
     check_flag(cfg.optimizer)
     if not flag_is_set(cfg.optimizer):
@@ -456,11 +440,10 @@ def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: Offloa
     session = attach(optimizer, model_config, config, model)
     if not session.began:
         engine = session.engine
-        if copies_go_to_a_worker(cfg.checkpoint) and isinstance(engine, NativeEngine):
+        if refusals.copies_go_to_a_worker(cfg.checkpoint) and isinstance(engine, NativeEngine):
 
             def share_copies() -> None:
-                """Have a checkpoint worker get states by shared memory, once it is known that it can."""
-                refuse_small_shared_memory(cfg.checkpoint, engine.copied_for_a_save())
+                refusals.refuse_small_shared_memory(cfg.checkpoint, engine.copied_for_a_save())
                 engine.use_worker_memory()
 
             on_every_rank(share_copies)
@@ -472,7 +455,7 @@ def close_all() -> None:
     """End every session, and forget the figures; raise as `Session.close` that gives up."""
     global _newest_stats
     if _close_sessions():
-        gc.collect()  # of a training that is over only a cycle of references may be left
+        gc.collect()  # a training that is over may be kept by a cycle of references alone
         if failures := _close_sessions(gives_up=True):
             raise failures[0]
     for gradients in list(_taken):  # of sessions that are lost, or whose optimizer is gone
@@ -485,7 +468,7 @@ def close_all() -> None:
 def _close_sessions(gives_up: bool = False) -> list[RuntimeError | TimeoutError]:
     failures: list[RuntimeError | TimeoutError] = []
     for session in _open_sessions():
-        if session.is_lost:  # and only to be thrown away: nothing can be brought back
+        if session.is_lost:  # nothing can be reloaded
             say("states that an error had caught on their way are left as they are, with the optimizer to throw away")
             session.closed = True
             continue

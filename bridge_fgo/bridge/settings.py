@@ -1,9 +1,9 @@
 """The settings that the patched bindings go by: those given to `install`, and those of the run's own config.
 
-`cfg.optimizer.offload` holds, by name, the settings of `OffloadConfig` that the run sets; None is one that it does not
-set. It is a plain dict, because Bridge's overrides change neither a frozen dataclass nor one of a class outside of
-Bridge. Once a config is validated it holds all settings as they are in force, so that the saved run config has them.
-No torch here: `bridge-fgo run` asks for the flag also where the script has imported nothing.
+`cfg.optimizer.offload` holds, by name, the settings of `OffloadConfig` that the run sets, and None for the others. It
+is a plain dict, because Bridge's overrides change neither a frozen dataclass nor one of a class outside of Bridge. Once
+a config is validated it holds all settings in force, so that the saved run config has them. No torch here: `bridge-fgo
+run` asks for the flag even if the script has imported nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def set_installed_config(config: OffloadConfig | None) -> None:
 
 
 def is_installed() -> bool:
-    """Return whether the package is installed: `train()` holds the wrapped step also after an uninstall in mid-run."""
+    """Return whether the package is installed: `train()` holds the wrapped step even after an uninstall in mid-run."""
     return _installed is not None
 
 
 def installed_config() -> OffloadConfig:
-    """Return the settings given to `install`; a wrapper runs only where there are some."""
+    """Return the settings given to `install`; a wrapper runs only if there are some."""
     assert _installed is not None, "nothing is installed"
     return _installed
 

@@ -19,8 +19,8 @@ from bridge_fgo.bridge import fsdp_wrappers
 from bridge_fgo.bridge.compat import FLAG, flag_is_set
 from bridge_fgo.bridge.patch import Args, Call, Kwargs, Wrapped, arguments_of, reading, served
 from bridge_fgo.bridge.session import active_session, all_sessions
-from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import gradients_of
+from bridge_fgo.engines.lease import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import own, touch_all
 from bridge_fgo.states.distributed import TORCH, UPSTREAM_OFFLOADERS, as_they_are, load_groups, loads_its_own_way
@@ -32,7 +32,7 @@ from bridge_fgo.states.shadowed import shadowed
 
 
 def updates_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the states where the optimizer step needs them; it is not called where a step is skipped."""
+    """Step with the states on the GPU as the optimizer step needs them; a skipped step does not call it."""
     session, to = active_session(), attachment_of(instance)
     if session is not None:
         session.updating()
@@ -50,14 +50,14 @@ UNWIRED = "_bridge_fgo_unwired_steps"
 
 
 def _refuse_unwired(optimizer: Any) -> None:
-    """Raise RuntimeError where an optimizer with the flag steps a second time outside of any wired training step.
+    """Raise RuntimeError if an optimizer with the flag steps a second time outside of any wired training step.
 
-    A first one may be somebody's warm-up, before training.
+    A first one may be a warm-up, before training.
     """
     if not flag_is_set(optimizer.config):
         return
     if any(getattr(optimizer, name, None) is not None for name in UPSTREAM_OFFLOADERS):
-        return  # mcore's own offloader, which somebody drives by hand
+        return  # mcore's own offloader, which other code drives by hand
     steps = vars(optimizer).get(UNWIRED, 0) + 1
     setattr(optimizer, UNWIRED, steps)
     if steps > 1:
@@ -110,7 +110,7 @@ def reads_all_masters(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def touches_lists(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Bring back what is offloaded of the tensors in the lists first."""
+    """Reload the offloaded tensors in the lists first."""
     touch_all((args, kwargs))
     return wrapped(*args, **kwargs)
 
@@ -118,7 +118,7 @@ def touches_lists(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
 def clip_qk(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Make the masters writable for QK-clip, which scales them also after a step that was skipped.
 
-    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` where nothing is clipped: that writes none.
+    From mcore 0.20 on Bridge calls it in every step, with `log_max_only` if nothing is clipped: that writes none.
     """
     session = active_session()
     if session is not None and not arguments_of(wrapped, args, kwargs).get("log_max_only", False):
@@ -140,7 +140,7 @@ checkpoint's dictionary; one result does for all parts."""
 
 @served
 def rewrites_masters(call: Call) -> Any:
-    """Have every master made anew of the weights, part by part, by upstream's function; somebody's own runs once."""
+    """Make masters anew of the weights part by part by upstream's function; other code in its place runs once."""
     if not is_upstreams(call.wrapped):
         with call.engine.overwriting_masters(call.source):
             return call()
@@ -157,7 +157,7 @@ def rewrites_masters(call: Call) -> Any:
 
 
 def refuses_mcores_sleep(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Refuse to rebind states that an engine moves: of precision-aware Adam mcore's method rebinds the weights too."""
+    """Refuse to rebind states that an engine moves, and weights too, with precision-aware Adam."""
     if attachment_of(instance) is not None:
         raise RuntimeError(
             f"mcore's {wrapped.__name__}() with optimizer.{FLAG}=True, which moves the states itself: leave the call "
@@ -168,7 +168,7 @@ def refuses_mcores_sleep(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kw
 
 
 def make_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have every state off the GPU before something between steps takes memory."""
+    """Offload all states before something between steps takes memory."""
     for session in all_sessions():
         if not session.is_lost:
             session.engine.offload_now()
@@ -182,25 +182,21 @@ COPIED_AT_ONCE = ("fully_reshardable", "dp_zero_gather_scatter")  # of these mco
 
 @reading
 def saves_states(call: Call) -> Any:
-    """Have a state dictionary made, to be saved or to be loaded into, without bringing states to the GPU."""
+    """Make a state dictionary, to be saved or to be loaded into, without reloading states to the GPU."""
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.gives_states(call)
-    if call.is_loading:
-        with call.engine.loading(call.source, everything=True), _adam_kept_from_states(call):
-            return call()
-    call.engine.require_whole(call.source, "saved")
     asked = call.arguments
     # The default is that of mcore's method.
     sharding = (asked.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     copies = (asked.get("sharding_type") or sharding) not in COPIED_AT_ONCE
     # A save reads Adam's states by mcore's own function: Transformer Engine scales those that are in fp16.
-    with call.engine.saving(call.source, copies=copies):
+    with _handing_out(call, copies), _adam_kept_from_states(call) if call.is_loading else contextlib.nullcontext():
         return call()
 
 
 @reading
 def reads_no_states(call: Call) -> Any:
-    """Make the states readable first, but for a checkpoint: mcore drops what TE reads of them there."""
+    """Make the states readable first, except for a checkpoint: mcore drops the states that TE reads there."""
     adam: Any = call.optimizer.optimizer
     if not call.is_checkpointing or not (mine := as_they_are(adam)):
         return reads_states(call.wrapped, call.optimizer, call.args, call.kwargs)
@@ -210,7 +206,7 @@ def reads_no_states(call: Call) -> Any:
 
 @reading
 def hands_out_states(call: Call) -> Any:
-    """Hand out the states of one parameter, for a checkpoint without bringing them to the GPU."""
+    """Hand out the states of one parameter, for a checkpoint without reloading them to the GPU."""
     model_param = call.args[0] if call.args else call.kwargs["model_param"]
     return call.engine.hand_out(call.source, _parameter(call.optimizer, model_param), call)
 
@@ -223,14 +219,14 @@ def _parameter(optimizer: Any, model_param: Any) -> Any:
 
 @served
 def loads_parameters(call: Call) -> Any:
-    """Have the states of every parameter loaded where they are; the weights may have been loaded already."""
+    """Load the states of every parameter to where they are; the weights may have been loaded already."""
     with call.engine.loading(call.source, masters=True), _adam_kept_from_states(call):
         return call()
 
 
 @served
 def loads_state_dict(call: Call) -> Any:
-    """Have a state dictionary loaded without bringing states to the GPU."""
+    """Load a state dictionary without reloading states to the GPU."""
     if is_fsdp(call.optimizer):
         return fsdp_wrappers.loads_states(call)
     # mcore calls it in `sharded_state_dict` too, to make states.
@@ -243,7 +239,7 @@ def loads_state_dict(call: Call) -> Any:
 
 
 def _loads_whole(call: Call, masters: bool) -> Any:
-    """Have a state dictionary loaded as in a resident run, `masters` with it: the optimizer inside sees its states."""
+    """Load a state dictionary as in a resident run, `masters` with it: the optimizer inside sees its states."""
     with call.engine.overwriting_masters(call.source, every=masters):
         result = call()
     call.engine.states_replaced(call.source)
@@ -268,7 +264,7 @@ def puts_states(call: Call) -> Any:
 
 @contextlib.contextmanager
 def _adam_kept_from_states(call: Call) -> Iterator[None]:
-    """Context in which the Adam inside leaves alone what may be away: TE's loading makes every state anew."""
+    """Context in which the Adam inside does not touch states that may be away: TE's load makes every one anew."""
     adam = call.optimizer.optimizer
     if not call.is_checkpointing:
         yield
@@ -304,7 +300,7 @@ GROUPS = "fp32_from_float16_groups"  # where the optimizer has them
 
 
 def _where_any(call: Call) -> Callable[[], Any]:
-    """Return the copy but for empty lists: of fp16 it is one kernel for all, which refuses to copy nothing."""
+    """Return the copy, or nothing for empty lists: in fp16 it is one kernel for all, which refuses to copy nothing."""
     return lambda: call() if any(getattr(call.optimizer, GROUPS, [True])) else None
 
 
@@ -317,7 +313,7 @@ def saves_float16_states(call: Call) -> Any:
 
 @served
 def hands_out_float16_states(call: Call) -> Any:
-    """Give a state dictionary of host tensors, without bringing states to the GPU: copies, but for loading."""
+    """Return a state dictionary of host tensors, without reloading states to the GPU: copies, except to load into."""
     inner: Any = call.optimizer.optimizer
     groups = getattr(call.optimizer, GROUPS)
     with _handing_out(call), shadowed(inner, as_they_are(inner)):
@@ -328,7 +324,7 @@ def hands_out_float16_states(call: Call) -> Any:
             states = _states(inner, param, id(param) in masters)
             for name, value in call.engine.hand_out(call.source, param, partial(dict, states)).items():
                 handed[id(states[name])] = _own(value)  # a count of steps is not shared with what is trained on
-        # Not all by its name: a hook on the state dictionary, or an override, may have put something else there.
+        # Not by names: a hook on the state dictionary, or an override, may have put something else there.
         result["optimizer"]["state"] = {
             index: {name: handed.get(id(value), value) for name, value in values.items()}
             for index, values in result["optimizer"]["state"].items()
@@ -337,19 +333,13 @@ def hands_out_float16_states(call: Call) -> Any:
     return result
 
 
-@contextlib.contextmanager
-def _handing_out(call: Call) -> Iterator[None]:
-    """Context in which the engine hands out states, to be saved or to be loaded into."""
+def _handing_out(call: Call, copies: bool = True) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which the engine hands out states, to be saved or to be loaded into."""
     if call.is_checkpointing:  # mcore's methods call each other
-        yield
-        return
+        return contextlib.nullcontext()
     if call.is_loading:
-        with call.engine.loading(call.source, everything=True):
-            yield
-        return
-    call.engine.require_whole(call.source, "saved")
-    with call.engine.saving(call.source, copies=True):
-        yield
+        return call.engine.loading(call.source, everything=True)
+    return call.engine.saving(call.source, copies)
 
 
 def _own(value: Any) -> Any:
@@ -363,7 +353,7 @@ def _states(inner: Any, param: torch.Tensor, has_master: bool) -> dict[str, Any]
 
 @served
 def loads_float16_states(call: Call) -> Any:
-    """Have a state dictionary loaded where states are; torch would make every one of them anew on the GPU."""
+    """Load a state dictionary to where states are; torch would make every one of them anew on the GPU."""
     groups, state_dict = getattr(call.optimizer, GROUPS), call.arguments["state_dict"]
     saved = next((state_dict[name] for name in MASTERS if name in state_dict), [])
     pairs = zip(groups, saved, strict=False)  # as mcore pairs them
@@ -381,7 +371,7 @@ def loads_float16_states(call: Call) -> Any:
 
 @torch.no_grad()
 def _load(call: Call, masters: Mapping[int, torch.Tensor], packed: Mapping[str, Any]) -> None:
-    """Load what torch's `state_dict` of the optimizer inside has, and the masters by the `id` of their parameter."""
+    """Load torch's `state_dict` of the optimizer inside, and the masters by the `id` of their parameter."""
     inner = call.optimizer.optimizer
     load_groups(inner, packed)
     for index, param in zip(_params(packed["param_groups"]), _params(inner.param_groups), strict=True):
@@ -398,7 +388,7 @@ def _load(call: Call, masters: Mapping[int, torch.Tensor], packed: Mapping[str, 
 
 
 def _as_made(inner: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return states as the first step makes them: a checkpoint from before it has none, and those are here."""
+    """Return states as the first step makes them: a checkpoint from before it has none."""
     zeros = {name: torch.zeros_like(v, device="cpu") for name, v in values.items() if isinstance(v, torch.Tensor)}
     counts = {"step": torch.tensor(0.0)} if zeros and isinstance(inner, TORCH) else {}
     return {**values, **zeros, **counts}
@@ -422,17 +412,17 @@ def _put(call: Call, param: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -
     call.engine.put(call.source, param, lambda: call.engine.hand_out(call.source, param, read), tensors, write)
 
 
-# Gradients of DDP's buffers and bucket groups, where training manages them.
+# Gradients of DDP's buffers and bucket groups, if training manages them.
 
 
 def zeroes_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have gradients let go of their memory in place of zeroing it."""
+    """Free the memory of gradients instead of zeroing it."""
     gradients = gradients_of(instance)
     return wrapped(*args, **kwargs) if gradients is None else gradients.zero(instance)
 
 
 def drops_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have gradients let go of their memory as mcore drops them; a buffer whose gradients are managed has none."""
+    """Free the memory of managed gradients as mcore drops gradients; the buffer itself has none."""
     gradients = gradients_of(instance)
     if gradients is not None and arguments_of(wrapped, args, kwargs).get("move_grads", True):
         gradients.zero(instance)
@@ -448,7 +438,7 @@ def scales_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 
 def reduces_gradients(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have the gradients of a group on the GPU before they are checked, scaled and reduced."""
+    """Make the gradients of a group resident before they are checked, scaled and reduced."""
     gradients = gradients_of(instance)
     if gradients is not None:
         gradients.reduce(instance)

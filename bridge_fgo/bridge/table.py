@@ -1,7 +1,7 @@
 """The table of patches: every binding of Bridge and mcore that this package replaces, and why that one.
 
-Whoever touches a tensor that is offloaded has it back (`memory.guard`), so no list of readers and writers has to be
-complete. The wrappers of those that are here each save something; their `why` says what.
+Code that uses an offloaded tensor reloads it (`memory.guard`), so no list of readers and writers has to be complete.
+Each wrapper of a reader or writer saves something; its `why` says what.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def patches() -> list[Patch]:
 def _of_mcores(
     module: str, target: str, wrapper: Wrapper, parameters: tuple[str, ...], why: str, optional: bool = True
 ) -> FunctionPatch:
-    """Return a patch of a function of mcore's, which some of its releases lack where it is `optional`."""
+    """Return a patch of a function of mcore's; some of its releases lack one that is `optional`."""
     return FunctionPatch(
         f"megatron.core.{module}", target, wrapper, parameters, why, "megatron-core", ((0, 15), (1, 0)), optional
     )

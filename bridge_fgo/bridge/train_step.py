@@ -1,7 +1,7 @@
 """The wrappers of the functions in a training step: each calls a verb of its optimizer's `Session`.
 
 `offload.schedule` has the time line of one training step, with the functions that run it in their order. Between steps
-states stay where they are: whatever touches one has it back (`memory.guard`).
+states stay where they are, and code that uses one reloads it (`memory.guard`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_ORDER = ("forward_step_func", "data_iterator", "model", "optimizer", "sched
 
 
 def train_step(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs, one_pass: bool = False) -> Any:
-    """Run Bridge's step with the session of its optimizer active, where the flag is set.
+    """Run Bridge's step with the session of its optimizer active, if the flag is set.
 
     one_pass: the step has no rerun loop that would tell when a pass begins; MIMO's.
     """
@@ -100,7 +100,7 @@ def is_replayed() -> bool:
 
 
 def run_schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run, capture or replay forward and backward, and reload after it, where the graph has no Python that would."""
+    """Run, capture or replay forward and backward, and reload after it: a graph has no Python that would."""
     before = _graphs()
     result = wrapped(*args, **kwargs)
     if any(graph is not before.get(stage) for stage, graph in _graphs().items()):

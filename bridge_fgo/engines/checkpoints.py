@@ -17,7 +17,7 @@ from bridge_fgo.memory.guard import give_up, own
 from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable, send_off
-from bridge_fgo.memory.state import State
+from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.schedule import Schedule
 from bridge_fgo.offload.snapshot import Loading, Snapshot, States, Write
@@ -38,7 +38,7 @@ class CheckpointingEngine(Engine):
 
     def __init__(self) -> None:
         self._snapshots: dict[Source, Snapshot] = {}  # of those that are being saved or loaded
-        self._half_loaded: set[Source] = set()  # a load that has not ended may have overwritten some of their states
+        self._half_loaded: set[Source] = set()  # some of their states may be overwritten by a load that has not ended
         self._has_worker = False  # whether a worker process writes what a save gets
         self._lends = False  # whether a save gets host buffers lent in place of copies
         self._said_whole: set[str] = set()
@@ -76,11 +76,30 @@ class CheckpointingEngine(Engine):
         with own():
             return read()
 
+    # Whether states may be used.
+
+    def require_whole(self, source: Source, what: str) -> None:
+        """Raise RuntimeError if an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
+        self.masters.require(source, what)
+        self._require_loaded([source], what)
+        self._require_untorn(what)
+
+    def _require_untorn(self, what: str) -> None:
+        if self.is_torn:
+            raise RuntimeError(
+                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
+                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
+            )
+
     # A save.
 
     @contextmanager
     def saving(self, source: Source, copies: bool) -> Iterator[None]:
-        """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once."""
+        """Context of a save: `hand_out` gives states, with `copies` safe to keep, else to be copied at once.
+
+        RuntimeError if an error ended a step, or a load, half-way.
+        """
+        self.require_whole(source, "saved")
         lends = copies and self._lends and self._has_spares(source)
         offloaded = self._offloaded[source]
         # Whole: masters that are packed would be reloaded and unpacked for it.
@@ -95,7 +114,7 @@ class CheckpointingEngine(Engine):
             self._snapshots.pop(source, None)
 
     def use_worker_memory(self) -> None:
-        """Have checkpoints get shared memory from now on, lent or copied: a worker process writes it."""
+        """Give checkpoints shared memory from now on, lent or copied: a worker process writes it."""
         self._has_worker = True
         slabs = [slab for each in self._offloaded.values() for slab in each.slabs]
         self._lends = has_files_for_buffers(len(slabs))
@@ -119,9 +138,9 @@ class CheckpointingEngine(Engine):
         return self._lends
 
     def _shared_hosts(self, slabs: Sequence[Slab]) -> list[SharedHostBuffer]:
-        """Return a host buffer for each slab that it can lend, page-locked; none where that cannot be.
+        """Return a page-locked host buffer for each slab that it can lend; none if there is no memory.
 
-        From then on saves get copies, which takes longer; it is said.
+        From then on saves get copies, which takes longer; a line says so.
         """
         needed = sum(slab.nbytes for slab in slabs)
         try:
@@ -145,8 +164,8 @@ class CheckpointingEngine(Engine):
     def loading(self, source: Source, everything: bool = False, masters: bool = False) -> Iterator[None]:
         """Context in which states are loaded from a checkpoint: `hand_out` says where to, and `put` writes them.
 
-        With `everything` states that are on the GPU leave first, so that nothing is loaded there; with `masters` every
-        master is written inside the block.
+        With `everything` states that are on the GPU are offloaded first, so that nothing is loaded there; with
+        `masters` every master is written inside the block.
         """
         if source in self._snapshots:  # mcore's methods call each other
             yield
@@ -166,9 +185,9 @@ class CheckpointingEngine(Engine):
             self.masters.overwritten(source)
 
     def _send_whole(self, source: Source, everything: bool) -> None:
-        """Make the states that the first step would make, slab by slab, and have the host get what it has in part.
+        """Make the states that the first step would make, slab by slab; copy masters whole that the host has packed.
 
-        With `everything` what else is on the GPU, and may leave, leaves too.
+        With `everything` all other states that may be are offloaded too.
         """
         for part in self._offloaded[source].parts:
             for slab in part.slabs:
@@ -201,7 +220,7 @@ class CheckpointingEngine(Engine):
         self.states_replaced(source)
 
     def _require_loaded(self, sources: Iterable[Source], what: str) -> None:
-        """Raise RuntimeError where a load of one of some sources has failed; `what` is to be done ("saved")."""
+        """Raise RuntimeError if a load of one of some sources has failed; `what` is to be done ("saved")."""
         if not self._half_loaded.isdisjoint(sources):
             raise RuntimeError(
                 f"the optimizer state cannot be {what}: the load of a checkpoint ended in an error after some states "
@@ -209,16 +228,16 @@ class CheckpointingEngine(Engine):
             )
 
     def states_replaced(self, source: Source) -> None:
-        """Let go of the old tensors' memory; the next pass takes the new ones into the slabs."""
+        """Free the old tensors' memory; the next pass moves the new ones into the slabs."""
         for slab in self._offloaded[source].slabs:
             if slab.state is SlabState.RESIDENT:
                 self.transfers.wait_out(slab)
                 slab.drop_if_left()
 
     def give_up_masters(self, why: str) -> int:
-        """Let go of masters that cannot be brought back, so that `close` brings the rest; return their bytes.
+        """Drop masters that cannot be decoded, so that `close` reloads the rest; return their bytes.
 
-        Whoever uses one of them gets a RuntimeError with `why` from then on.
+        A use of one of them is a RuntimeError with `why` from then on.
         """
         lost = self.masters.undecodable()
         with self.masters.trusted(*self.sources), self.masters.copied_whole():
@@ -235,11 +254,11 @@ class CheckpointingEngine(Engine):
             slab.close()
         return sum(slab.state_bytes for slab in lost)
 
-    # Writers of all states, or of all masters: for one part after another, so that these need not be there together.
+    # Writers of all states, or of all masters, one part after another, so that they need not be on the GPU together.
 
     @contextmanager
     def overwriting_masters(self, source: Source, every: bool = True) -> Iterator[None]:
-        """Context for overwriting `every` master. Where it fails, and they were not right before, they are lost."""
+        """Context for overwriting `every` master. If it fails, and they were not right before, they are lost."""
         self.masters.give_up(source)
         with self.masters.trusted(source):
             self.require_writable(source)
@@ -256,7 +275,7 @@ class CheckpointingEngine(Engine):
         return result
 
     def rewrite_weights(self, source: Source, copy: Callable[[], Any]) -> None:
-        """Call `copy`, which makes the model's weights anew of every master, part by part where it divides."""
+        """Call `copy`, which makes the model's weights anew of every master, part by part if it can be divided."""
         if source.writes_back_by_part and not source.copy_kept_whole_by():
             self._copy_by_part(source, copy, writes=False)
         else:
@@ -264,7 +283,7 @@ class CheckpointingEngine(Engine):
             copy()
 
     def _copy_by_part(self, source: Source, copy: Callable[[], Any], writes: bool) -> Any:
-        """Have masters copied to weights, or weights to masters (`writes`); return what the last `copy` does."""
+        """Copy masters to weights, or weights to masters (`writes`); return what the last `copy` does."""
         parts = self._offloaded[source].parts
         result = None
 
@@ -288,10 +307,10 @@ class CheckpointingEngine(Engine):
     def _by_part(
         self, source: Source, act: Callable[[Part | None], None], masters_only: bool = False, writes: bool = True
     ) -> None:
-        """Call `act` for one part after another, whose states are on the GPU, and with None for what belongs to none.
+        """Call `act` for each part, with its states (or `masters_only`) on the GPU, and with None for the rest.
 
-        States that were away, or that `act` has made, leave before the next part comes. With `masters_only` only
-        masters come. Where `act` writes, the host's copies are stale after it.
+        States that were offloaded, or that `act` has made, are offloaded before the next part is reloaded. If `act`
+        writes, the host's copies are stale after it.
         """
         with self.transfers.computing():  # whose memory slabs are
             for part in self._offloaded[source].parts:

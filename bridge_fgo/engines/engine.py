@@ -1,7 +1,7 @@
-"""The protocol between the patches and whatever moves the bytes: one engine a rank, attached to its optimizers.
+"""The protocol of what moves the states: one engine a rank, which training steps drive and patches use.
 
-For whoever reads or writes states outside of a training step, an engine of mcore's offloaders brings all of them back.
-`CheckpointingEngine` has verbs of its own for them.
+For code that reads or writes states outside of a training step, an engine of mcore's offloaders reloads all of them.
+`CheckpointingEngine` has verbs of its own for such code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 from bridge_fgo.config import readable
 from bridge_fgo.memory.meters import Traffic
@@ -27,20 +26,18 @@ class Engine(ABC):
 
     name: str  # "native", or the name of mcore's own offloader
     sources: Sequence[Source]
-    # of all states on this rank, offloaded or not; before the first step made the moments, as they will be
-    state_bytes: int
+    state_bytes: int  # of all states on this rank, offloaded or not, with moments that the first step will make
     planned_bytes: int  # of them that are offloaded when all exist
     traffic: Traffic  # what has moved so far, and what it cost the host
     pin_seconds = 0.0  # host time that page-locking took, before training
     watches_points = False  # whether `point` is of use
     checks_inputs_only = False  # whether every state stays in this pass; only input sizes are checked
     awaits_ranks = False  # whether `end_step` is a collective of all ranks
-    # whether an error ended an optimizer step after some parameters were updated and before others were
-    is_torn = False
-    is_lost = False  # whether something came in the midst of a move, so that nothing may use the states any more
+    is_torn = False  # whether an error ended an optimizer step between the updates of two parameters
+    is_lost = False  # whether a move was interrupted, so that nothing may use the states any more
     limits: str  # settings by which states stay on the GPU, if any do
     bytes_to_pin = 0  # host bytes that `pin` page-locks
-    failed_fetches = 0  # copies to the GPU ahead of their time for which there was no memory, in the whole run
+    failed_fetches = 0  # prefetches for which there was no memory, in the whole run
 
     # Before training.
 
@@ -74,7 +71,7 @@ class Engine(ABC):
         """Return whether there is anything to offload yet."""
 
     def resident_note(self) -> str:
-        """Return, in words, what stays on the GPU and why; empty where nothing does."""
+        """Return, in words, what stays on the GPU and why; empty if nothing does."""
         left = self.state_bytes - self.planned_bytes
         return f"{readable(left)} of state by {self.limits}" if left else ""
 
@@ -89,36 +86,36 @@ class Engine(ABC):
     def begin_pass(self, is_like_others: bool = True) -> None:
         """Start the copies to the host: a forward-backward pass begins.
 
-        Nothing is learned from one that does not need as much memory as others of its kind (`is_like_others`).
+        Nothing is learned from a pass that needs other memory than others of its kind (not `is_like_others`).
         """
 
     @abstractmethod
     def release(self) -> None:
-        """Give GPU memory back: nothing reads the states any more until the optimizer steps."""
+        """Free GPU memory: nothing reads the states any more until the optimizer steps."""
 
     def point(self, mark: Mark) -> bool:
         """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph.
 
-        Where the engine `checks_inputs_only`, watched forwards are all of the points, and nothing counts as live.
+        If the engine `checks_inputs_only`, watched forwards are the only points, and nothing counts as live.
         """
         return True
 
     @abstractmethod
     def reload(self) -> None:
-        """Take GPU memory again and start the copies to it: the last backward is done."""
+        """Allocate GPU memory and start the copies to it: the last backward is done."""
 
     def updating(self) -> None:  # noqa: B027
         """Raise RuntimeError, before the first optimizer of a step is updated, unless all of them can be."""
 
     @contextmanager
     def stepping(self, source: Source) -> Iterator[None]:
-        """Context of an optimizer's step with ready gradients, which finds its states where it needs them."""
+        """Context of an optimizer's step with ready gradients, in which its states are on the GPU as it needs them."""
         self.require_writable(source)
         yield
 
     @abstractmethod
     def settle(self) -> None:
-        """End the training step's moves: what reads the masters on the current stream may, from now on."""
+        """End the training step's moves: work on the current stream may read the masters from now on."""
 
     def end_step(self, updated: bool) -> None:  # noqa: B027
         """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
@@ -130,37 +127,22 @@ class Engine(ABC):
 
     @abstractmethod
     def require_readable(self, source: Source | None = None, masters_only: bool = False) -> None:
-        """Have work queued on the current stream from now on find the states (or masters) readable."""
+        """Make the states (or masters) readable for work that the current stream gets from now on."""
 
     @abstractmethod
     def require_writable(self, source: Source | None = None, masters_only: bool = False) -> None:
-        """Do as `require_readable`, and give up copies out under way: what is written now would not be in them."""
+        """Do as `require_readable`, and give up copies out under way: they would lack what is written now."""
 
     def offload_now(self, whole: bool = False) -> None:  # noqa: B027
-        """Offload every state that may be, and wait: something between steps takes memory, or loads weights.
+        """Offload all states that may be, and wait: something between steps takes memory, or loads weights.
 
         Masters that have no memory yet are made first (`State.take_first`). With `whole` masters are copied whole, so
-        that they are right whatever is loaded over the model's weights.
+        that they stay right when the model's weights are overwritten.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Make the states resident for good and let go of host memory, streams and hooks.
+        """Make the states resident for good, and release host memory, streams and hooks.
 
-        RuntimeError where states cannot be brought back. They stay as they are, and it may be called again.
+        RuntimeError if states cannot be reloaded. They stay as they are, and it may be called again.
         """
-
-
-ATTACHED = "_bridge_fgo_attached"  # attribute of an optimizer of mcore's that holds its `Attachment`
-
-
-class Attachment(NamedTuple):
-    """What an optimizer is attached to: the engine, and the source that it is to it."""
-
-    engine: Engine
-    source: Source
-
-
-def attachment_of(optimizer: Any) -> Attachment | None:
-    """Return what an optimizer is attached to, or None."""
-    return vars(optimizer).get(ATTACHED)

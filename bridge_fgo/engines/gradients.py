@@ -13,7 +13,7 @@ The time line of a step:
     bucket that this backward needs has the next one prefetched, in the order of the backward before.
 5.  DDP reduces the buckets: `reduce`. From here on all stay until the next step zeroes them.
 
-None of this decides what is right: whoever reads a gradient that is not on the GPU waits until it is.
+None of this decides what is right: code that reads a gradient that is not on the GPU waits until it is.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
-from bridge_fgo.memory.guard import Guard, class_of, empty, fill
+from bridge_fgo.memory.guard import Guard, Views, class_of, empty, fill, lies_in
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers, wait_for_a_while
@@ -53,11 +53,11 @@ WHOLE = (
 
 
 class Gradients:
-    """The gradients of some DDP models, bucket by bucket; `offloads` says whether they leave between microbatches.
+    """The gradients of some DDP models, bucket by bucket, offloaded between microbatches if it `offloads`.
 
-    What the buffers hold now is dropped: a training step zeroes it before anything else. Other `Gradients` that have
-    them, of an optimizer that was built before, are closed first. ValueError where gradients are off the GPU, or
-    weights are of an unknown class: MXFP8's, say.
+    The contents of the buffers are dropped: a training step zeroes them before anything else. Other `Gradients` of an
+    optimizer that was built before are closed first. ValueError if gradients are off the GPU, or weights are of an
+    unknown class: MXFP8's, say.
     """
 
     def __init__(self, ddps: Iterable[Any], transfers: Transfers, offloads: bool) -> None:
@@ -80,8 +80,8 @@ class Gradients:
         self.traffic = Traffic()
         self.interrupted = False  # whether an error has ended the newest pass
         self.transfers = transfers
-        self._guard = Guard(self._whole_is_used)
-        self._buffers: dict[int, tuple[Any, list[GradientBucket]]] = {}  # mcore's, by `id`, with their buckets
+        # mcore's, by `id`, with their buckets, and the guard of what is of several buckets
+        self._buffers: dict[int, tuple[Any, list[GradientBucket], Guard]] = {}
         self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
         self._group_of: dict[GradientBucket, Any] = {}  # mcore's bucket group of each
         self._in_use: list[GradientBucket] = []  # those that a backward has brought, and that are to leave
@@ -90,35 +90,34 @@ class Gradients:
         self._lead = -1  # the first of them in the present backward: the next such prefetches from there on
         self._orders: dict[int, list[GradientBucket]] = {}  # the buckets that a backward needed, in order, by its lead
         self._needed: list[GradientBucket] = []  # those that the present backward has needed; none before it begins
+        for group in (group for ddp in ddps for group in _groups(ddp)):
+            _forget_shards(group)
+        others = {id(buffer): _views_of(buffer) for ddp in ddps for buffer in _buffers(ddp)}
         for ddp in ddps:
             for buffer in _buffers(ddp):
-                self._take(buffer)
-            for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+                self._take(buffer, others[id(buffer)].find())
+            for group in _groups(ddp):
                 vars(group)[MANAGED] = self
-                _forget_shards(group)
                 self._group_of.update((self._bucket_of[id(bucket)], group) for bucket in group.buckets)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
         self._moving = {b for b in self.buckets if offloads and LARGEST_SHARE * b.nbytes <= self.nbytes}
         for bucket in self._moving:
             bucket.moves = True
 
-    def _take(self, buffer: Any) -> None:
+    def _take(self, buffer: Any, others: list[torch.Tensor]) -> None:
         mine = []
         extra = {id(tensor) for tensor in buffer.extra_main_grads}  # they have memory of their own, and keep it
         for bucket in buffer.buckets:
             params = [param for param in bucket.params_list if id(param.main_grad) not in extra]
-            views = [
-                (
-                    param.main_grad_copy_in_grad_buffer if id(param.main_grad) in extra else param.main_grad,
-                    bucket.param_to_index[param][0],
-                )
-                for param in bucket.params_list
-            ]
-            mine.append(GradientBucket(bucket.grad_data, views, params, self.transfers, self.needed, self.traffic))
+            data = bucket.grad_data
+            views = _gradients_in(buffer, bucket) + [view for view in others if lies_in(view, data)]
+            others = [view for view in others if not lies_in(view, data)]
+            mine.append(GradientBucket(data, views, params, self.transfers, self.needed, self.traffic))
             self._bucket_of[id(bucket)] = mine[-1]
-        self._buffers[id(buffer)] = buffer, mine
+        guard = Guard(self._whole_is_used)
+        self._buffers[id(buffer)] = buffer, mine, guard
         vars(buffer)[MANAGED] = self
-        self._guard.put_on([buffer.grad_data])
+        guard.put_on([buffer.grad_data, *others])
         empty(buffer.grad_data.untyped_storage(), WHOLE)
 
     def _whole_is_used(self, tensor: torch.Tensor) -> None:
@@ -126,13 +125,13 @@ class Gradients:
 
     @property
     def offloads(self) -> bool:
-        """Whether any gradients leave between microbatches."""
+        """Whether any gradients are offloaded between microbatches."""
         return bool(self._moving)
 
     @property
     def buckets(self) -> list[GradientBucket]:
         """All buckets."""
-        return [bucket for _, buckets in self._buffers.values() for bucket in buckets]
+        return [bucket for _, buckets, _ in self._buffers.values() for bucket in buckets]
 
     def buckets_of(self, buffer: Any) -> list[GradientBucket]:
         """Return the buckets of one of mcore's buffers."""
@@ -140,7 +139,7 @@ class Gradients:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes that leave between microbatches."""
+        """Bytes that are offloaded between microbatches."""
         return sum(bucket.nbytes for bucket in self._moving)
 
     def map_hosts(self) -> list[HostBuffer]:
@@ -159,9 +158,13 @@ class Gradients:
             self.transfers.finish_all()
         self.interrupted = False
         self.transfers.begin_pass()
+        for group in {id(group): group for group in self._group_of.values()}.values():
+            for bucket, shards in zip(group.buckets, group.cached_grad_buffer_shard_list, strict=True):
+                if (one := self._bucket_of.get(id(bucket))) is not None:
+                    one.know_shards(shards)
 
     def stay(self, room: int) -> tuple[int, int]:
-        """Have the buckets that fit into `room` bytes leave no more; return their bytes, and those of the others."""
+        """Keep the buckets that fit into `room` bytes on the GPU; return their bytes, and those of the others."""
         before = self.moving_bytes
         for bucket in sorted(self._moving, key=lambda bucket: bucket.nbytes, reverse=True):
             if bucket.nbytes <= room:
@@ -183,6 +186,11 @@ class Gradients:
         self._leaving.clear()
         self._needed = []
 
+    def guard_views(self) -> None:
+        """Guard views of gradients that are zero, once mcore has none: its optimizers' are gone only after `zero`."""
+        for bucket in self.buckets:
+            bucket.guard_views()
+
     def scale(self, buffer: Any, factor: float) -> None:
         """Scale the gradients of a buffer; zeros stay as they are."""
         for bucket, mine in zip(buffer.buckets, self._buffers[id(buffer)][1], strict=True):
@@ -193,7 +201,7 @@ class Gradients:
             tensor.mul_(factor)
 
     def reduce(self, group: Any) -> None:
-        """Have the buckets of a group on the GPU to be reduced, also those that no backward has reached."""
+        """Make the buckets of a group resident to be reduced, also those that no backward has reached."""
         mine = [one for bucket in group.buckets if (one := self._bucket_of.get(id(bucket))) is not None]
         for one in mine:
             one.require()
@@ -251,7 +259,9 @@ class Gradients:
         for bucket in buckets:
             if bucket.state is not BucketState.HERE:
                 continue  # it is under way already
-            if bucket.is_complete:  # by the time of a point, kernels that add to what was read before are enqueued
+            # By the time of a point, kernels that add to what was read before are enqueued; with nothing read, somebody
+            # has used gradients that he holds.
+            if bucket.is_complete or not bucket.read:
                 bucket.offload()
                 self._leaving.append(bucket)
             else:
@@ -271,22 +281,22 @@ class Gradients:
     # The end.
 
     def close(self) -> None:
-        """Give each buffer its gradients back in one storage; OutOfMemoryError leaves the rest as they are.
+        """Move each buffer's gradients back to one storage; OutOfMemoryError leaves the rest as they are.
 
-        TimeoutError where work on the GPU does not end, as a reduction that another rank has left: all stay then.
+        TimeoutError if work on the GPU does not end, as a reduction that another rank has left: all stay then.
         """
         # Race: nobody may have waited for a reduction that is under way, nor, after an error, for who adds.
         wait_for_a_while(self.transfers.finish_all)
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self.transfers.computing(), torch.no_grad():
-            for buffer, mine in list(self._buffers.values()):
-                self._give_back(buffer, mine)
+            for given in list(self._buffers.values()):
+                self._give_back(*given)
         for group in self._group_of.values():
             vars(group).pop(MANAGED, None)
         self._group_of.clear()  # closed once more, they would lose what has taken them since
         self._moving.clear()
 
-    def _give_back(self, buffer: Any, mine: list[GradientBucket]) -> None:
+    def _give_back(self, buffer: Any, mine: list[GradientBucket], guard: Guard) -> None:
         for one in mine:
             one.asleep = ""
             if one.state is not BucketState.ABSENT:
@@ -294,7 +304,7 @@ class Gradients:
         whole = buffer.grad_data
         fill(whole.untyped_storage(), whole.numel() * whole.element_size(), WHOLE)
         # From here on nothing takes memory.
-        self._guard.take_off()
+        guard.take_off()
         for bucket, one in zip(buffer.buckets, mine, strict=True):
             place = whole[bucket.offset : bucket.offset + bucket.grad_data.numel()]
             if one.state is BucketState.ABSENT:
@@ -305,7 +315,26 @@ class Gradients:
             self._bucket_of.pop(id(bucket), None)
             _forget_shards(self._group_of[one])
         del self._buffers[id(buffer)], vars(buffer)[MANAGED]
-        self._guard.put_on([other.grad_data for other, _ in self._buffers.values()])
+
+
+def _groups(ddp: Any) -> list[Any]:
+    return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+
+def _gradients_in(buffer: Any, bucket: Any) -> list[torch.Tensor]:
+    """Return the gradients that a bucket has in the memory of its buffer."""
+    extra = {id(tensor) for tensor in buffer.extra_main_grads}
+    return [
+        param.main_grad_copy_in_grad_buffer if id(param.main_grad) in extra else param.main_grad
+        for param in bucket.params_list
+    ]
+
+
+def _views_of(buffer: Any) -> Views:
+    views = Views(buffer.grad_data, users=2)  # by itself, and by a storage that is asked for
+    for bucket in buffer.buckets:
+        views.add([bucket.grad_data, *_gradients_in(buffer, bucket)])
+    return views
 
 
 def _buffers(ddp: Any) -> list[Any]:
@@ -313,7 +342,7 @@ def _buffers(ddp: Any) -> list[Any]:
 
 
 def _forget_shards(group: Any) -> None:
-    """Have mcore's bucket group make its views of the shards of gradients anew."""
+    """Make mcore's bucket group slice the shards of gradients anew."""
     group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
 
 

@@ -22,7 +22,7 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.slab import SlabStateMachine
-from bridge_fgo.memory.state import Bundle
+from bridge_fgo.memory.state_tensor import Bundle
 from bridge_fgo.states.distributed import MegatronSource, live_bytes
 from bridge_fgo.states.source import Source
 
@@ -30,7 +30,7 @@ from bridge_fgo.states.source import Source
 class Member(ABC):
     """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine.
 
-    Those of this class fit an offloader whose states stay in host memory, where upstream's own step finds them.
+    Those of this class fit an offloader whose states stay in host memory, in which upstream's own step finds them.
     """
 
     name: str  # what the engine is called
@@ -91,7 +91,7 @@ class Member(ABC):
         self._is_out = True
 
     def release(self) -> None:
-        """Give the GPU memory back, and count what is off the GPU."""
+        """Free the GPU memory, and count what is off the GPU."""
         if self._is_out:
             self._release()
 
@@ -103,10 +103,10 @@ class Member(ABC):
 
     @abstractmethod
     def require_readable(self) -> None:
-        """Have work that the current stream gets from now on find the states readable."""
+        """Make the states readable for work that the current stream gets from now on."""
 
     def require_writable(self) -> None:
-        """Have that work find them writable too: what is written is not on the host."""
+        """Make them writable too: what is written is not on the host."""
         self.require_readable()
 
     def settle(self) -> None:
@@ -132,8 +132,8 @@ class Generation1(SlabStateMachine, Member):
     @override
     def _start_offload(self) -> None:
         if any(self.optimizer.optimizer.state.values()):
-            # Upstream counts the moments as made only after a step of this process, so those that came
-            # from a checkpoint would stay on the GPU in the first forward after a resume.
+            # Upstream counts the moments as made only after a step of this process, so those of a checkpoint would
+            # stay on the GPU in the first forward after a resume.
             self._offloader.mark_optimizer_states_initialized()
         self.optimizer.offload_states()
 
@@ -213,7 +213,7 @@ class Generation2(Member):
 
     @override
     def settle(self) -> None:
-        """Restore the masters; the moments stay in host memory, where upstream keeps them between updates."""
+        """Restore the masters; upstream keeps the moments in host memory between updates."""
         self.optimizer.ensure_master_weights_for_param_sync()
         # Race: of the moments the first chunk was bound to GPU memory when its copy was enqueued, for an update that
         # did not come; upstream's own event is for the masters, which land before.
@@ -226,8 +226,8 @@ MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Ge
 class McoreEngine(Engine):
     """The members of a rank, with every state on the GPU for the optimizer step.
 
-    ValueError where mcore built no offloader, because the flag was set after the optimizer was made; or where an
-    optimizer is of a kind for which mcore's offloader is not driven.
+    ValueError if mcore built no offloader, because the flag was set after the optimizer was made, or if an optimizer is
+    of a kind for which mcore's offloader is not driven.
     """
 
     limits = "optimizer.optimizer_state_offload_fraction"

@@ -32,7 +32,7 @@ class NativeEngine(CheckpointingEngine):
     """Keeps states in exact pinned host memory, and moves them by the plan of a `Schedule`.
 
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
-    the sizes and dtypes of what the first step makes. ValueError for a budget where GPU memory cannot be measured.
+    the sizes and dtypes of what the first step makes. ValueError for a budget if GPU memory cannot be measured.
 
     It takes at most `host_bytes` of host memory: states that do not fit stay on the GPU (`unhosted_bytes`).
     """
@@ -83,12 +83,11 @@ class NativeEngine(CheckpointingEngine):
         schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()
         self.masters = PackedMasters(remainders, self._offloaded, transfers)
-        self.hosts_beside: list[HostBuffer] = []  # of gradients, page-locked together with that of the states
+        self.hosts_beside: list[HostBuffer] = []  # those of gradients, page-locked together with the states'
         self._advice = Advice(transfers, meter)
         self._advises = config.fraction == 1 and budget != "auto"
         self._pins = config.pin_memory and device.type == "cuda"
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
-
         self._stepped: set[Source] | None = None  # that have ended their step in this training step; None before one
 
     @property
@@ -151,29 +150,14 @@ class NativeEngine(CheckpointingEngine):
     def has_states(self) -> bool:
         return any(slab.exists() for slab in self.slabs)
 
-    # Whether states may be used.
-
-    def require_whole(self, source: Source, what: str) -> None:
-        """Raise RuntimeError where an error ended a step, or a load, half-way; `what` is to be done ("saved")."""
-        self.masters.require(source, what)
-        self._require_loaded([source], what)
-        self._require_untorn(what)
-
-    def _require_untorn(self, what: str) -> None:
-        if self.is_torn:
-            raise RuntimeError(
-                f"the optimizer state cannot be {what}: an error ended an optimizer step after some parameters were "
-                "updated and before others were; build the optimizer anew and resume from the last checkpoint"
-            )
-
     def _count_whole_steps(self) -> None:
-        """Have plans count all states of the sources whose step is not divided; where these changed, measure anew."""
+        """Count all states of the sources whose step is not divided in plans; measure anew if these have changed."""
         whole = {source for source in self._offloaded if self.steps_whole(source)}
         if whole == self._counted_whole:
             return
         holding = self.schedule.holding
         for source in whole ^ self._counted_whole:
-            more = self._offloaded[source].held_more_if_whole_bytes
+            more = self._offloaded[source].extra_bytes_if_undivided
             holding.held_through_step += more if source in whole else -more
         self._counted_whole = whole
         holding.forget()
@@ -204,8 +188,8 @@ class NativeEngine(CheckpointingEngine):
         self.traffic.most_released = self.traffic.released
         self.masters.locate_weights()
         self.masters.begin_pass()
-        # Of a pass that is run again some are on their way back.
-        coming = [source for source, each in self._offloaded.items() if each.coming]
+        # If a pass is run again, some are being reloaded.
+        coming = [source for source, each in self._offloaded.items() if each.reloading]
         with self.masters.verified(*coming) if coming else nullcontext():
             moving = [slab for each in self._offloaded.values() for slab in each.moving]
             self._advice.time_copies(moving, send_off)
@@ -241,7 +225,7 @@ class NativeEngine(CheckpointingEngine):
         if self._stepped is None:
             self._require_untorn("updated")
             self._require_loaded(self.sources, "updated")
-            self.masters.require_restorable(self.sources)  # of all, before the first of them is updated
+            self.masters.require_restorable(self.sources)  # of all sources, before the first of them is updated
             self._stepped = set()
 
     @contextmanager
@@ -273,23 +257,23 @@ class NativeEngine(CheckpointingEngine):
             yield
         if self._stepped is not None:
             self._stepped.add(source)
-            # Of a chain each has stepped: an error from here on, in the scheduler say, leaves states that are whole.
+            # Once each of a chain has stepped, an error, in the scheduler say, leaves states that are whole.
             self.is_torn = not self._stepped >= set(self.sources)
 
     def write_back(self, source: Source, copy: Callable[[], Any]) -> Any:
-        """Call `copy`, which copies masters to the model's weights, with every master readable that it reads."""
+        """Call `copy`, which copies masters to the model's weights, with all masters readable that it reads."""
         with source.writing_back() as written:
             if written is not None:
                 left = [part for part in self._offloaded[source].parts if not part.ids <= written]
                 require_readable(slab for part in left for slab in part.slabs if slab.written_back)
-            with own():  # what is on its way out is read, not touched: the copy out goes on
+            with own():  # masters that are being offloaded are read, not touched: their copies go on
                 return copy()
 
     @override
     def settle(self) -> None:
-        """End the step's moves; what is released stays so, and comes back when somebody asks for it."""
+        """End the step's moves; released slabs stay so, until they are used."""
         for source, offloaded in self._offloaded.items():
-            if coming := offloaded.coming:
+            if coming := offloaded.reloading:
                 with self.masters.verified(source):
                     require_readable(coming)
 
@@ -304,7 +288,7 @@ class NativeEngine(CheckpointingEngine):
     @override
     def require_readable(self, source: Source | None = None, masters_only: bool = False) -> None:
         sources = self.sources if source is None else [source]
-        self.masters.check_anew(sources)  # where memory runs out on the way, a later step compares once more
+        self.masters.check_anew(sources)  # if memory runs out on the way, a later step compares once more
         with self.masters.verified(*sources):
             require_readable(self._slabs_of(source, masters_only))
 

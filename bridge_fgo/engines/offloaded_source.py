@@ -1,4 +1,4 @@
-"""The states of one source, divided into those that are offloaded and those that stay on the GPU."""
+"""The states of one source: those that are offloaded, in parts and slabs, and those that stay on the GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OffloadedSource:
         host_bytes: float,
     ) -> None:
         everything = source.states()
-        touch_all([state.read() for bundle in everything for state in bundle.states])  # what another engine has away
+        touch_all([state.read() for bundle in everything for state in bundle.states])  # reload what others offloaded
         chosen = offloaded_bundles(everything, config, host_bytes)
         target = part_bytes(chosen, config)
         # in the order in which they step
@@ -47,17 +47,17 @@ class OffloadedSource:
         self.margin_bytes = min(MARGIN_PARTS * target, self.planned_bytes // MARGIN_OF_STATES)
         masters = [slab.block_bytes for slab in self.slabs if slab.written_back]
         self.held_through_step = 0 if source.writes_back_by_part else sum(masters)
-        # what the step holds to its end beside these where it is not divided
-        self.held_more_if_whole_bytes = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
+        # what an undivided step holds to its end beside these
+        self.extra_bytes_if_undivided = sum(slab.block_bytes for slab in self.slabs) - self.held_through_step
 
     def forget(self, slabs: set[Slab]) -> None:
-        """Have nothing to do with some slabs any more."""
+        """Drop some slabs for good."""
         for each in (self, *self.parts):
             each.slabs = [slab for slab in each.slabs if slab not in slabs]
 
     @property
     def is_all_here(self) -> bool:
-        """Whether every part stays on the GPU, and is there."""
+        """Whether every part stays on the GPU, and is resident."""
         return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
 
     @property
@@ -66,6 +66,6 @@ class OffloadedSource:
         return [slab for part in self.parts if not part.stays for slab in part.slabs]
 
     @property
-    def coming(self) -> list[Slab]:
-        """The slabs that are on their way back."""
+    def reloading(self) -> list[Slab]:
+        """The slabs whose copies to the GPU are under way."""
         return [slab for slab in self.slabs if slab.state is SlabState.RELOADING]

@@ -1,6 +1,6 @@
-"""Masters that are packed before they are copied: whether they can be brought back, and whose masters are lost.
+"""Masters that are packed before they are copied: whether they can be decoded, and whose masters are lost.
 
-Masters that are packed cannot be brought back if something but the optimizer has changed their weights meanwhile.
+They cannot be decoded if something but the optimizer has changed their weights meanwhile.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class PackedMasters:
         self._offloaded = offloaded
         self._transfers = transfers
         self._checked: set[Source] = set()  # sources whose weights were compared for the next optimizer step
-        # those whose masters were brought back though the weights had changed, and were not written since
+        # those whose masters were decoded though the weights had changed, and were not written since
         self._lost: set[Source] = set()
 
     def _packable(self, sources: Iterable[Source], encoded: bool = False) -> list[SlabRemainders]:
-        """Return the codecs of some sources' masters that may be packed; of those only that are now, if `encoded`."""
+        """Return the codecs of some sources' masters that may be packed; if `encoded`, only those that are now."""
         slabs = (slab for source in sources for slab in self._offloaded[source].slabs)
         return [
             slab.codec for slab in slabs if isinstance(slab.codec, SlabRemainders) and (slab.is_encoded or not encoded)
@@ -41,7 +41,7 @@ class PackedMasters:
     # As masters are offloaded.
 
     def locate_weights(self) -> None:
-        """Look up where the weights are that masters are packed with, which a pass and a sleep may have moved."""
+        """Look up the addresses of the weights that masters are packed with, which a sleep may have changed."""
         self.remainders.locate()
 
     @contextmanager
@@ -53,7 +53,7 @@ class PackedMasters:
         finally:
             self.remainders.is_paused = before
 
-    # Whether they can be brought back.
+    # Whether they can be decoded.
 
     def _verify(self, sources: Iterable[Source]) -> None:
         """Raise RuntimeError if weights are not what they were when masters were packed."""
@@ -77,7 +77,7 @@ class PackedMasters:
         self._checked.clear()
 
     def require_restorable(self, sources: Iterable[Source]) -> None:
-        """Check that masters of some sources can be brought back for an optimizer step, once for each step."""
+        """Check that masters of some sources can be decoded for an optimizer step, once for each step."""
         unchecked = [source for source in sources if source not in self._checked]
         for source in sources:
             self.require(source, "brought back")
@@ -85,7 +85,7 @@ class PackedMasters:
         self._checked.update(unchecked)
 
     def check_anew(self, sources: Iterable[Source]) -> None:
-        """Have the next `require_restorable` compare the weights of some sources, whatever was checked before."""
+        """Make the next `require_restorable` compare the weights of some sources, whatever was checked before."""
         self._checked.difference_update(sources)
 
     def require(self, source: Source, what: str) -> None:
@@ -105,7 +105,7 @@ class PackedMasters:
                     self._lost.add(source)
 
     def undecodable(self) -> set[Slab]:
-        """Return the slabs of masters that cannot be brought back, as weights have changed; the host waits for each."""
+        """Return the slabs of masters that cannot be decoded, as weights have changed; the host waits for each."""
         found = set[Slab]()
         with self._transfers.computing():
             for source, offloaded in self._offloaded.items():
@@ -118,7 +118,7 @@ class PackedMasters:
         return found
 
     def forget_lost(self) -> None:
-        """Note that the masters that cannot be brought back were given up."""
+        """Note that the masters that cannot be decoded were given up."""
         self._lost.clear()
 
     def overwritten(self, source: Source) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a job do together: make engines, tell each other, fail alike, ask their nodes for memory."""
+"""What the ranks of a job do together: make engines, exchange answers, fail alike, ask their nodes for memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.states.source import Source
 
 collectives = threading.RLock()
-"""Held by whatever runs collectives, from its first to its last: those of two threads would cross other ranks'."""
+"""Held from the first to the last of several collectives: those of two threads would cross on other ranks."""
 
 
 def gather[T](own: T) -> list[T]:
-    """Return what every rank of the job tells, in their order; a collective where there is torch.distributed."""
+    """Return the value of every rank of the job, in their order; a collective if torch.distributed is initialized."""
     if not torch.distributed.is_initialized():
         return [own]
     answers: list[Any] = [None] * torch.distributed.get_world_size()
@@ -32,13 +32,20 @@ def gather[T](own: T) -> list[T]:
     return answers
 
 
-def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
-    """Do something that has no collective in it and may fail; raise on every rank where it fails on one, and name that.
+def gather_or_raise[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[Told]]:
+    """Call `act`, which has no collective in it, and gather its results; raise on every rank if it fails on one.
 
-    The others would go on, and wait in their next collective for a rank that has raised. An interruption is not told:
-    whoever interrupts a rank ends the job. What `act` returns is for this rank, and what the others are told; what this
-    returns is the first, and what every rank tells, in their order. It is a ValueError where `act` raised one, and else
-    a RuntimeError.
+    Otherwise the other ranks would wait in their next collective for the one that raised. An interruption (Ctrl-C) is
+    not told: it ends the job.
+
+    Args:
+        act: returns a value for this rank, and one for all ranks.
+
+    Returns:
+        The value for this rank, and those for all ranks, in their order.
+
+    Raises:
+        ValueError, RuntimeError: `act` failed on another rank, which the text names; a ValueError if it raised one.
     """
     try:
         own, told = act()
@@ -54,15 +61,14 @@ def told_by_ranks[T, Told](act: Callable[[], tuple[T, Told]]) -> tuple[T, list[T
 
 
 def on_every_rank[T](act: Callable[[], T]) -> T:
-    """Do as `told_by_ranks`, with nothing to tell; return what `act` returns."""
-    own, _ = told_by_ranks(lambda: (act(), None))
-    return own
+    """Do as `gather_or_raise` with nothing to gather; return what `act` returns."""
+    return gather_or_raise(lambda: (act(), None))[0]
 
 
 def require_host_memory(nbytes: int) -> None:
-    """Raise ValueError, on every rank alike, where the ranks of a node need more host memory than it has free.
+    """Raise ValueError, on every rank alike, if the ranks of a node need more host memory than it has free.
 
-    A collective, which a rank that pins nothing takes part in too; `nbytes` is what this one is about to pin.
+    A collective; `nbytes` is what this rank is about to pin, 0 if it pins nothing.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if host_memory_refusal(_needs(nbytes), rank):
@@ -72,11 +78,11 @@ def require_host_memory(nbytes: int) -> None:
 
 
 def _needs(nbytes: int) -> list[Need]:
-    return told_by_ranks(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
+    return gather_or_raise(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
 
 
 def pin_on_every_rank(engine: Engine) -> None:
-    """Page-lock the host memory of every rank's engine, or of none where a node has not enough; a collective of all."""
+    """Page-lock the host memory of every rank's engine, or of none if a node lacks memory; a collective of all."""
     require_host_memory(engine.bytes_to_pin)
     on_every_rank(engine.pin)
 
@@ -87,20 +93,17 @@ def make_engine(
     config: OffloadConfig,
     meter: PeakMeter,
     stage: int | None = None,
-    announce: Callable[[str], None] = lambda text: None,
-    warn: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     """Return the engine of that name ("native", or of `mcore.MEMBERS`) for a rank's sources; nothing is pinned yet.
 
-    There may be none; they come in the order in which they step. `stage` is this rank's place in the pipeline; None
-    where nothing says it. `announce` gets lines about what all ranks do alike, `warn` what concerns this rank.
+    There may be no sources; they are in the order in which they step. `stage` is this rank's place in the pipeline;
+    None if nothing says it.
     """
     if name != "native":
         return McoreEngine(name, sources)
     engine = NativeEngine(sources, config, meter)
-    holding = engine.schedule.holding
-    holding.agree, holding.announce, holding.warn = partial(agree, stage), announce, warn
-    holding.all_can = lambda own: all(gather(own))
+    engine.schedule.holding.agree = partial(agree, stage)
+    engine.schedule.holding.all_can = lambda own: all(gather(own))
     return engine
 
 

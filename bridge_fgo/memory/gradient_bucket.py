@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, class_of, empty, fill, set_class
+from bridge_fgo.memory.guard import Guard, Views, class_of, empty, fill, first_byte, held, rebind, set_class
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
 
 BUCKET = "_bridge_fgo_bucket"  # attribute of a parameter that holds the bucket of its gradient
 
-_WHY = "gradients of a DDP bucket were used past `param.main_grad` and `bucket.grad_data`, and have no memory now"
+_WHY = (
+    "gradients of a DDP bucket, which were off the GPU, were used in a way that does not bring them back (by a kernel "
+    "of an extension, a collective, or a view that C++ code or gc.freeze() hides): read `param.main_grad` or "
+    "`bucket.grad_data` at each use, or set OffloadConfig.gradients=False"
+)
 
 
 class BucketState(Enum):
@@ -33,13 +37,13 @@ class BucketState(Enum):
 class GradientBucket:
     """A bucket's gradients in a storage of their own, which is emptied and filled in place; a `Movable`.
 
-    `data` is mcore's `bucket.grad_data`, [elements of the bucket]; `views` are the gradients in it, each with its first
-    element. They stay the objects that they are, and lose what they held: the gradients are ABSENT.
+    `data` is mcore's `bucket.grad_data`, [elements of the bucket]; `views` are the gradients in it, and what others
+    have made of them. They stay the objects that they are, and lose what they held: the gradients are ABSENT.
 
     Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: it is a property, of a subclass
     of `torch.nn.Parameter` that each parameter gets, or of a quantized weight's own class (`_add_property`). So no
-    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses `data` in Python
-    finds it too (`Guard`).
+    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses in Python `data`,
+    a gradient that was read before and is held, or a view of one, finds it too (`Guard`, `Views`).
 
     `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
@@ -50,7 +54,7 @@ class GradientBucket:
     def __init__(
         self,
         data: torch.Tensor,
-        views: Sequence[tuple[torch.Tensor, int]],
+        views: Sequence[torch.Tensor],
         params: Sequence[torch.nn.Parameter],
         transfers: Transfers,
         needed: Callable[[GradientBucket], None],
@@ -63,13 +67,20 @@ class GradientBucket:
         self._streams: set[int] = set()  # those on which it was
         self.asleep = ""  # the call that ends a sleep of the gradients, which errors name; empty while awake
         self._transfers, self._needed, self._traffic = transfers, weakref.WeakMethod(needed), traffic
-        self._views = [(weakref.ref(view), first) for view, first in ((data, 0), *views)]
-        self._data = weakref.ref(data)
+        self._views = [weakref.ref(view) for view in (data, *views)]
+        self._first = first_byte(data)  # byte of the storage that they are in
+        self._properties = [weakref.ref(vars(param)["main_grad"]) for param in params]
+        of_properties = {id(ref()) for ref in self._properties}
+        self._attributes = [ref for ref in self._views if id(ref()) not in of_properties]
         self._guard = Guard(self._touched)
         self._host: HostBuffer | None = None
         self._bytes = torch.empty(self.nbytes, dtype=torch.uint8, device=data.device)
         self._storage = self._bytes.untyped_storage()
+        self._others = Views(self._bytes)
+        self._shards: Sequence[torch.Tensor] | None = None
         self._bind(self._bytes.view(data.dtype))
+        self._others.add((data, *views))
+        self._guard_held()
         self.free()
         self._classes = [(weakref.ref(p), class_of(p), _add_property(class_of(p), self)) for p in params]
         for param in params:
@@ -82,10 +93,9 @@ class GradientBucket:
 
     def _bind(self, data: torch.Tensor) -> None:
         """Have all views be of other memory, of `data`'s elements."""
-        for ref, first in self._views:
-            if (view := ref()) is not None:
-                offset = data.storage_offset() + first
-                view.set_(data.untyped_storage(), offset, view.shape, view.stride())  # pyright: ignore[reportArgumentType, reportCallIssue]
+        before, self._first = self._first, first_byte(data)
+        for view in [*(view for ref in self._views if (view := ref()) is not None), *self._others.found]:
+            rebind(view, data.untyped_storage(), first_byte(data) + first_byte(view) - before)
 
     @property
     def is_complete(self) -> bool:
@@ -147,12 +157,29 @@ class GradientBucket:
 
     def free(self) -> None:
         """Give the GPU memory back."""
-        if (data := self._data()) is not None:
-            self._guard.put_on([data])
         empty(self._storage, _WHY)
+
+    def _guard_held(self) -> None:
+        """Guard the gradients that somebody holds: most are held by their parameter alone, and read through that."""
+        attributes = [view for ref in self._attributes if (view := ref()) is not None]
+        self._guard.put_on([*attributes, *held(self._properties), *self._others.found])
+
+    def know_shards(self, shards: Sequence[torch.Tensor] | None) -> None:
+        """Take note of the shards that mcore makes of the bucket once, so that nobody looks for who has made them."""
+        if shards is not None and shards is not self._shards:
+            self._shards = shards
+            self._others.add(shards)
+
+    def guard_views(self) -> None:
+        """Guard the views of gradients that are not HERE which other code has made since the newest look."""
+        if self.state is not BucketState.HERE:
+            self._guard.put_on(self._others.find())
 
     def _touched(self, tensor: torch.Tensor) -> None:
         self.require()
+        self._guard.take_off()  # also where something came between a move and its note
+        # Race: as in `note`; and what is written here would be copied, or freed, before.
+        self._transfers.join(self._streams)
 
     # Verbs, in the order of a step: require, offload, release, reload, zero.
 
@@ -214,8 +241,10 @@ class GradientBucket:
         with self._traffic:
             self.wait_for_adders()
             self._transfers.copy_out(self)
+        self._guard_held()  # what is written from now on would not be copied
         self._traffic.out += self.nbytes
         self.state = BucketState.OFFLOADING
+        self.guard_views()
 
     def release(self) -> None:
         """Free the memory of a bucket that is OFFLOADING, once it is copied; the training stream waits for that."""
@@ -236,6 +265,7 @@ class GradientBucket:
         """Make all gradients zero, and let go of their memory."""
         if self.state is BucketState.HERE:
             self._watch(True)
+            self._guard_held()
         if self.gpu is not None:  # whatever the state: an error may have come between the two
             self.wait_for_adders()
             if self._host is not None:
@@ -248,10 +278,12 @@ class GradientBucket:
 
     def close(self, data: torch.Tensor) -> None:
         """Have the gradients be those of `data` from now on, as before there was this bucket; free its memory."""
+        self._others.find()
         self.zero()
         self._guard.take_off()
         fill(self._storage, 0, _WHY)  # while it refuses its address, `_bind` cannot take views off it
         self._bind(data)
+        empty(self._storage, _WHY)
         self._watch(False)
         for param in (param for ref, *_ in self._classes if (param := ref()) is not None):
             vars(param).pop(BUCKET, None)

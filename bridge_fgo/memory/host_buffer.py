@@ -25,7 +25,7 @@ from typing import Any, override
 import torch
 from torch.multiprocessing.reductions import reduce_storage
 
-from bridge_fgo.memory.driver import PageLock
+from bridge_fgo.memory.cuda_driver import PageLock
 from bridge_fgo.memory.host_memory import available_bytes, local_cpus
 
 PINNING_THREADS = 16

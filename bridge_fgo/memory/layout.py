@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from bridge_fgo.config import MIB, OffloadConfig
-from bridge_fgo.memory.state import Bundle, Home, State
+from bridge_fgo.memory.state_tensor import Bundle, Home, State
 
 ALIGNMENT = 256
 """Every tensor of a slab starts at a multiple of this many bytes: what cudaMalloc guarantees, so kernels

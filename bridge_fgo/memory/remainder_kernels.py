@@ -14,8 +14,8 @@ from operator import itemgetter
 
 import torch
 
-from bridge_fgo.memory.driver import Grid, Kernel, Module, current_stream, make_grid
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.cuda_driver import Grid, Kernel, Module, current_stream, make_grid
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.strided_sums import THREADS, TYPES, blocks_over
 
 EACH = 8  # elements that a thread takes at once: 16 bytes of weights, the widest load, and one whole byte of the bits

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import torch
 
-from bridge_fgo.memory.driver import compile_for
+from bridge_fgo.memory.cuda_driver import compile_for
 from bridge_fgo.memory.layout import ALIGNMENT, Codec, SlabLayout
 from bridge_fgo.memory.remainder_kernels import HASH_FACTORS, SOURCE, RemainderKernels, RowMove
-from bridge_fgo.memory.state import State, WeightShard
+from bridge_fgo.memory.state_tensor import State, WeightShard
 
 CHUNK = 2**22  # elements that operators without kernels take at once, with temporaries of 8 bytes each
 

@@ -17,19 +17,20 @@ from typing import override
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, Touches, empty, fill, own
+from bridge_fgo.memory.guard import Guard, Touches, Views, empty, fill, first_byte, lies_in, own, rebind
 from bridge_fgo.memory.host_buffer import HostBuffer, SharedHostBuffer
 from bridge_fgo.memory.layout import Codec, PartBytes, SlabPlace
 from bridge_fgo.memory.meters import Ledger, Traffic
 from bridge_fgo.memory.remainders import MastersMove
+from bridge_fgo.memory.state_tensor import State, local
 from bridge_fgo.memory.transfers import Transfers
 
 MOST_IN_TRANSIT = 4  # slabs that are copied at once where all move: staging memory comes on top of theirs
 
 AWAY = (
     "offloaded optimizer state was used in a way that does not bring it back (by a kernel of an extension, a "
-    "collective, a view that was made before, or another thread during a step): call bridge_fgo.reload_states() first, "
-    "or Residency.reload('optimizer'), between steps and on the thread that trains"
+    "collective, a view that C++ code or gc.freeze() hides, or another thread during a step): call "
+    "bridge_fgo.reload_states() first, or Residency.reload('optimizer'), between steps and on the thread that trains"
 )
 """The error that such code gets."""
 
@@ -228,6 +229,7 @@ class Slab(SlabStateMachine):
         self.transit_bytes = self.block_bytes + self._staging_bytes
         self.gpu: torch.Tensor | None = None  # uint8 [nbytes]; its storage is empty while released
         self._storage: torch.UntypedStorage | None = None  # of `gpu`; PyTorch would make an object around it each time
+        self._views: Views | None = None  # that other code has made of the states
         self._make = partial(torch.empty, dtype=torch.uint8, device=device)
         self._is_in_place = any(state.home is not None for state in place.states)
         self.staging: torch.Tensor | None = None
@@ -243,6 +245,8 @@ class Slab(SlabStateMachine):
     def tensors(self) -> Iterator[torch.Tensor]:
         for state in self.states:
             yield from state.handles()
+        if self._views is not None:
+            yield from self._views.find()
 
     @override
     def name_of(self, tensor: torch.Tensor) -> str:
@@ -361,22 +365,50 @@ class Slab(SlabStateMachine):
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> bool:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, its bytes copied or not; return if it was not."""
-        start = gpu.data_ptr()
+        address = gpu.data_ptr()
         strangers = [
             (state, tensor, offset)
             for state, offset in zip(self.states, self.layout.offsets, strict=True)
-            if (tensor := state.read()) is not None and tensor.data_ptr() != start + offset
+            if (tensor := state.read()) is not None and tensor.data_ptr() != address + offset
         ]
         for state, tensor, _ in strangers:
             state.check_size(tensor)
+        self._live_in(gpu)
+        if copy and strangers:
+            self._leave_to_others([(state, offset) for state, _, offset in strangers])
+        # Each is known by itself, and by the storage that is asked for. All first: one look finds the views of all.
+        views = [Views(tensor, users=2) for _, tensor, _ in strangers if copy]
+        moving = [
+            (view, offset + first_byte(view) - first_byte(tensor))
+            for others, (_, tensor, offset) in zip(views, strangers, strict=False)
+            for view in others.find()
+            if view is local(view) and lies_in(view, tensor)
+        ]
         for state, tensor, offset in strangers:
             home = gpu[offset : offset + state.nbytes].view(tensor.dtype).view(tensor.shape)
             if copy:
                 first = state.take_first()
                 home.copy_(tensor if first is None else first)
             tensor.data = home
-        self._live_in(gpu)
+        for view, place in moving:
+            rebind(view, gpu.untyped_storage(), place)
+        if strangers and self._views is not None:
+            others = [view for view, _ in moving]
+            self._guard.put_on(others)  # those of the slab are already
+            self._views.add((tensor for _, tensor, _ in strangers), others)
         return bool(strangers)
+
+    def _leave_to_others(self, places: list[tuple[State, int]]) -> None:
+        """Have views of what was in the place of some states, which others have put elsewhere, keep it elsewhere."""
+        assert self._views is not None and self.gpu is not None
+        self._views.keep(tensor for state in self.states if (tensor := state.read()) is not None and self.holds(tensor))
+        views = self._views.find()
+        for state, offset in places if views else ():
+            place = self.gpu[offset : offset + state.nbytes]
+            if inside := [view for view in views if view is local(view) and lies_in(view, place)]:
+                kept = place.clone().untyped_storage()
+                for view in inside:
+                    rebind(view, kept, first_byte(view) - offset)
 
     def _take_in_place(self) -> bool:
         """Take the storage that all states of the slab are in as its GPU memory; return False: nothing is written."""
@@ -397,11 +429,14 @@ class Slab(SlabStateMachine):
                 )
         if not self.holds(first):
             self._ledger.change(self.block_bytes - self.gpu_bytes, self._live_in, self._make(0).set_(storage))
+            self._guard.put_on(self.tensors())
         return False
 
     def _live_in(self, gpu: torch.Tensor | None) -> None:
         if gpu is not self.gpu:
             self.gpu, self._storage = gpu, None if gpu is None else gpu.untyped_storage()
+            # In the home of states others have views already.
+            self._views = None if gpu is None else Views(gpu, users=0 if self._is_in_place else None)
 
     def allocate(self) -> None:
         """Allocate GPU memory again for the tensors and for what is copied; its content is undefined."""

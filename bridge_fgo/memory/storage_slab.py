@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, empty, fill, own
+from bridge_fgo.memory.guard import Guard, Views, empty, fill, look_for
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
 
@@ -24,7 +22,7 @@ class StorageSlab:
     when None): of a buffer that all-gathers again a rank's own shard will do. The copies run on the current stream;
     whoever calls orders them.
 
-    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `comes_by`,
+    While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `reloaded_by`,
     what to call to have it back. `named` are tensors on it that have a name of their own; others are looked for, see
     `find_aliases`.
     """
@@ -33,26 +31,24 @@ class StorageSlab:
         self,
         tensor: torch.Tensor,
         name: str,
-        comes_by: str,
+        reloaded_by: str,
         ranges: Sequence[Range] | None = None,
         named: Iterable[Named] = (),
     ) -> None:
         self.name = name
         self._named = [*named, (name, tensor)]
-        self._aliases: list[weakref.ref[torch.Tensor]] = []  # on the storage, as `find_aliases` found them
-        self._users = 0  # how many users the storage had then
         self._guard = Guard(self._touched)
-        self._advice = f"used, and its memory is away: call {comes_by} first"
+        self._advice = f"used, and its memory is away: call {reloaded_by} first"
         self.storage = storage = tensor.untyped_storage()
         # Recorded once, while it is full: an emptied storage says 0.
         self.nbytes = storage.nbytes()
         assert self.nbytes, f"{name} is empty already"
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # uint8 [nbytes]
+        self.views = Views(self._bytes, users=0)
         self.ranges = tuple(ranges) if ranges is not None else ((0, self.nbytes),)
         self.copied_nbytes = sum(end - start for start, end in self.ranges)
         self.host: HostBuffer | None = None  # made by `map_host`; its page-locking is its owner's
-        self.folder: Path | None = None
-        """`map_host` makes a file in this folder; None: it allocates anonymous memory."""
+        self.folder: Path | None = None  # `map_host` makes a file in this folder; None: it allocates anonymous memory
         self.host_digests: tuple[int, ...] | None = None  # `byte_sums(parts)` when the host copy was made, if taken
 
     @property
@@ -134,7 +130,7 @@ class StorageSlab:
             return 0
         self.require_resizable()
         self._guard.put_on(tensor for _, tensor in self._named)
-        self._guard.put_on(tensor for ref in self._aliases if (tensor := ref()) is not None)
+        self._guard.put_on(self.views.found)
         empty(self.storage, f"{self.name} was {self._advice}")
         return self.nbytes
 
@@ -148,11 +144,6 @@ class StorageSlab:
             self._bytes.zero_()
         return self.nbytes
 
-    def knows_aliases(self) -> bool:
-        """Return whether nobody has made a tensor on the storage since they were found (`find_aliases`)."""
-        gone = sum(ref() is None for ref in self._aliases)  # as many as that fewer, or others are in their place
-        return self._users - gone == _users(self.storage)
-
     def _touched(self, tensor: torch.Tensor) -> None:
         name = next((name for name, each in self._named if each is tensor), f"a view of {self.name}")
         raise RuntimeError(f"{name}, of shape {tuple(tensor.shape)}, was {self._advice}")
@@ -165,24 +156,5 @@ class StorageSlab:
 
 
 def find_aliases(slabs: Iterable[StorageSlab]) -> None:
-    """Find the tensors on storages that are about to be emptied, whoever holds them: state dictionaries, say.
-
-    Where any have changed it looks at all objects of the process but frozen ones: 0.15 s for 800,000.
-    """
-    stale = {slab.storage._cdata: slab for slab in slabs if not slab.is_away and not slab.knows_aliases()}
-    if not stale:
-        return
-    found: dict[int, list[torch.Tensor]] = {place: [] for place in stale}
-    with own():
-        for each in gc.get_objects():
-            if issubclass(type(each), torch.Tensor) and torch._C._has_storage(each):
-                place = each.untyped_storage()._cdata
-                if place in found:
-                    found[place].append(each)
-    for place, slab in stale.items():
-        slab._aliases = [weakref.ref(tensor) for tensor in found[place]]
-        slab._users = _users(slab.storage)
-
-
-def _users(storage: torch.UntypedStorage) -> int:
-    return torch._C._storage_Use_Count(storage._cdata)
+    """Find the tensors on storages that are about to be emptied, whoever holds them: state dictionaries, say."""
+    look_for(slab.views for slab in slabs if not slab.is_away)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bridge_fgo.memory.driver import Kernel, compile_for, current_stream, make_grid
+from bridge_fgo.memory.cuda_driver import Kernel, compile_for, current_stream, make_grid
 
 THREADS = 256
 MOST_BLOCKS = 1024  # For one array; each goes on at its stride. An H200 has 132 multiprocessors of 2048 threads.

@@ -11,13 +11,12 @@ from typing import Protocol, override
 
 import torch
 
-from bridge_fgo.memory.driver import Copier, Event, Stream, current_stream
+from bridge_fgo.memory.cuda_driver import Copier, Event, Stream, current_stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.host_memory import ranks_of_this_node
 from bridge_fgo.memory.layout import pieces
 
-PATIENCE = 5.0
-"""Seconds to wait for the GPU after an error; what is queued in a training step takes less."""
+PATIENCE = 5.0  # seconds to wait for the GPU after an error; what is queued in a training step takes less
 
 
 class Movable(Protocol):

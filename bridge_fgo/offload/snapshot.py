@@ -12,7 +12,7 @@ import torch
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import shared_copy
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
-from bridge_fgo.memory.state import State
+from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.memory.transfers import Transfers
 
 States = Mapping[str, Any]  # of a parameter, by name

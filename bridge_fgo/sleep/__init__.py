@@ -3,12 +3,12 @@
 In reinforcement learning on shared GPUs the trainer hands its GPU to the inference engine between updates. Three kinds
 of memory move, each in its own way:
 
-- Gradients (`gradients`: DDP's buffers, `extra_main_grads`) are dropped, and zeroed on reload. With "keep" they are
-  copied. Buckets that training manages have no memory after a reload either, until a backward needs it.
-- Parameters (`weights`) in DDP's buffers are dropped where masters round to them (`rounding`), and rounded again on
-  reload. Otherwise each rank copies its own shard, and the ranks all-gather. Frozen parameters and models without DDP
-  are copied.
-- Optimizer state (`states`) is copied by the rank's engine, slab by slab.
+- Gradients (`gradient_offloader`: DDP's buffers, `extra_main_grads`) are dropped, and zeroed on reload. With "keep"
+  they are copied. Buckets that training manages have no memory after a reload either, until a backward needs it.
+- Parameters (`weight_offloader`) in DDP's buffers are dropped if masters round to them (`rounding`), and rounded again
+  on reload. Otherwise each rank copies its own shard, and the ranks all-gather. Frozen parameters and models without
+  DDP are copied.
+- Optimizer state (`state_offloader`) is copied by the rank's engine, slab by slab.
 
 Buffers that others hold views of are emptied in place and never rebound: parameters, `main_grad`, buckets and shards
 are the same objects after a reload. What has not changed since its newest copy, by a sum over its bytes, is not copied

@@ -1,8 +1,8 @@
 """Caches and workspaces of Transformer Engine, mcore and cuBLAS, which their owners make again when they need them.
 
 They hold no state of training, and nothing else empties them. Each is dropped once nothing on the GPU can need it:
-what a forward makes of parameters with "params", what a backward writes to with "grads", and the workspaces of the
-process once both are away.
+those that a forward makes of parameters with "params", those that a backward writes to with "grads", and the
+workspaces of the process once both are away.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Caches:
         self._cached_forwards: list[Any] = [forward for forward in forwards if hasattr(forward, "cache_clear")]
 
     def drop(self, away: AbstractSet[Kind], is_mid_step: bool) -> int:
-        """Drop what nobody can need; return the bytes of GPU memory. All work on the GPU must be over.
+        """Drop what nothing can need; return the bytes of GPU memory. All work on the GPU must be over.
 
         Args:
             away: the kinds that are not on the GPU.
@@ -74,7 +74,7 @@ class Caches:
 
 
 def has_graph_memory(device: torch.device) -> bool:
-    """Return whether PyTorch has memory in pools of their own: a CUDA graph may have a workspace's address baked in."""
+    """Return whether PyTorch has memory in private pools: a CUDA graph may have a workspace's address baked in."""
     if device.type != "cuda":
         return False
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -83,7 +83,7 @@ def has_graph_memory(device: torch.device) -> bool:
 
 
 def of_module(module: str, name: str) -> Any:
-    """Return an attribute of a module that somebody has imported; None where nobody has, or it is another version's."""
+    """Return an attribute of a module; None if it was not imported, or if it is of another version."""
     return vars(sys.modules[module]).get(name) if module in sys.modules else None
 
 

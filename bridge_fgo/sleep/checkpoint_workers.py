@@ -1,7 +1,7 @@
 """Checkpoint workers of mcore and NVRx, which write in processes of their own: they release what they have copied.
 
 A worker gets handles of the trainer's GPU memory (CUDA IPC), copies from them, and writes. mcore's worker keeps the
-handles while it writes. NVRx's keeps them until it ends where a checkpoint's structure is constant
+handles while it writes. NVRx's keeps them until it ends if a checkpoint's structure is constant
 (`ckpt_assume_constant_structure`): a later save only says that the tensors are the same. But a tensor that was off the
 GPU in between has other memory: the worker would write the old memory, which the driver cannot take back either.
 """
@@ -24,15 +24,14 @@ _CACHES = (
     (f"{_NVRX}.filesystem_async", "FileSystemWriterAsync", "cleanup_tensor_caches"),
     (f"{_NVRX}.core", "PersistentAsyncCaller", "cleanup_worker_data_cache"),
 )
-"""What a trainer knows of its worker, and a worker of its trainer: module, class, and the method that forgets it."""
+"""What a trainer and its worker remember of each other: module, class, and the method that forgets it."""
 
 _movers = weakref.WeakSet[Any]()
-_undo: dict[Any, Callable[[], None]] = {}
-"""By the class whose method is wrapped."""
+_undo: dict[Any, Callable[[], None]] = {}  # by the class whose method is wrapped
 
 
 class Staging:
-    """Copies what a worker is to write, when the worker calls it; afterwards the worker has no handle of it."""
+    """Copies the tensors that a worker is to write, when the worker calls it; afterwards the worker has no handle."""
 
     def __init__(self, copy: Callable[[], Any]) -> None:
         self._copy = copy
@@ -47,14 +46,14 @@ class Staging:
 
 
 def forget_sent() -> None:
-    """Have this process, a trainer or a worker, forget which tensors the one has sent to the other."""
+    """Forget, in a trainer or a worker, which tensors the one has sent to the other."""
     for module, cls, method in _CACHES:
         if (owner := of_module(module, cls)) is not None:
             getattr(owner, method)()
 
 
 def let_go_for(mover: Any) -> None:
-    """Have workers release what they have copied, as long as `mover` lives, or until `stop_for`."""
+    """Make workers release what they have copied, as long as `mover` lives, or until `stop_for`."""
     forget_sent()
     _movers.add(mover)
     for module in _QUEUES:
@@ -80,14 +79,14 @@ def _wrap(queue: Any) -> None:
         if copy is None or not has_gpu_memory or not _movers:
             return schedule(self, async_request)
         arguments = list(async_request.async_fn_args)
-        arguments[1] = None  # where the copies go; mcore leaves there what they are made of
+        arguments[1] = None  # the worker puts its copies here; mcore leaves what they are made of
         try:
             return schedule(self, async_request._replace(preload_fn=Staging(copy), async_fn_args=arguments))
         finally:
             forget_sent()
 
     def undo() -> None:
-        if queue.schedule_async_request is scheduled:  # else somebody has wrapped it once more, and keeps it
+        if queue.schedule_async_request is scheduled:  # else other code has wrapped it once more, and keeps it
             queue.schedule_async_request = schedule
 
     queue.schedule_async_request = scheduled

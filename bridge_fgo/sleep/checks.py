@@ -1,7 +1,7 @@
 """What a `Residency` hooks on a model and its optimizer, beside the guard of each tensor (`memory.guard`).
 
-The guard refuses whatever touches a tensor that is away from Python, and with PyTorch 2.12 and later from C++ too.
-Checks run before a call where that is not enough:
+The guard refuses any use of a tensor that is away from Python, and with PyTorch 2.12 and later from C++ too. Checks run
+before a call if that is not enough:
 
 - Before PyTorch 2.12 C++ reads an address of 0: kernels of Transformer Engine in forward, backward and step, and
   collectives.
@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.sleep.gradients import Backwards
+from bridge_fgo.sleep.gradient_offloader import Backwards
 from bridge_fgo.sleep.moved import Kind
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 
 Check = Callable[[], None]
 
@@ -37,12 +37,12 @@ class ForwardCheck:
         self._check()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have a copy of the module, or a pickled one, hold a hook that does nothing and needs no package."""
+        """Put a hook that does nothing and needs no package into a copy of the module, or a pickled one."""
         return getattr, (nullcontext(), "__exit__")
 
 
 class BackwardCheck(ForwardCheck):
-    """A module's forward hook that has a check called before the backward of what the forward returns.
+    """A module's forward hook that calls a check before the backward of what the forward returns.
 
     It hooks the newest node of the graph, and so adds none: kernels that add to gradients run later.
     """
@@ -57,7 +57,7 @@ class BackwardCheck(ForwardCheck):
 class Checks:
     """The checks of one `Residency`; `away` returns what is not on the GPU, `states` is None without an optimizer."""
 
-    def __init__(self, away: Callable[[], frozenset[Kind]], states: OptimizerStates | None) -> None:
+    def __init__(self, away: Callable[[], frozenset[Kind]], states: StateOffloader | None) -> None:
         self._away, self._states = away, states
         self.swapped = ""  # the name of the kept weights that are in the parameters
         self._undo: list[Callable[[], None]] = []
@@ -94,7 +94,7 @@ class Checks:
         assert states is not None
 
         def require_states() -> None:
-            if not states.is_served:
+            if not states.lease.is_served:
                 self.require("optimizer")
 
         def require_for_step() -> None:
@@ -102,14 +102,11 @@ class Checks:
             self.refuse_training()
             require_states()
 
-        def stepped() -> None:
-            states.may_be_unchanged = False
-
         self.before(optimizer, "step", require_for_step, backwards.used)
         self.before(optimizer, "reload_model_params", self.refuse_training)
         self._refuse_mcores(*states.optimizers)
-        for leaf in states.optimizers if states.is_owner else ():
-            self.before(leaf, "step_with_ready_grads", require_states, stepped)
+        for leaf in states.optimizers if states.lease.owner == "sleep" else ():
+            self.before(leaf, "step_with_ready_grads", require_states, states.forget_copies)
             for name in _OF_ALL_RANKS:
                 self.before(leaf, name, require_states)
 
@@ -127,7 +124,7 @@ class Checks:
                 self.before(owner, name, partial(refuse, name))
 
     def before(self, owner: Any, name: str, check: Check, after: Check = lambda: None) -> None:
-        """Have `check` called before a method of one object, and `after` once it has returned, until `close`."""
+        """Call `check` before a method of one object, and `after` once it has returned, until `close`."""
         if not callable(getattr(owner, name, None)):
             return  # another mcore does without it
         own = vars(owner).get(name)
@@ -143,7 +140,7 @@ class Checks:
 
         def undo() -> None:
             if vars(owner).get(name) is not checked:
-                return  # somebody has wrapped it once more, and keeps it
+                return  # other code has wrapped it once more, and keeps it
             if own is None:
                 delattr(owner, name)
             else:
@@ -153,7 +150,7 @@ class Checks:
         self._undo.append(undo)
 
     def require(self, *kinds: Kind) -> None:
-        """Raise RuntimeError where one of these is away."""
+        """Raise RuntimeError if one of these is away."""
         for kind in kinds:
             if kind in self._away():
                 raise RuntimeError(
@@ -162,7 +159,7 @@ class Checks:
                 )
 
     def refuse_training(self) -> None:
-        """Raise RuntimeError where other weights than the model's own are in its parameters."""
+        """Raise RuntimeError if other weights than the model's own are in its parameters."""
         if self.swapped:
             raise RuntimeError(
                 f"training in the block of Residency.weights({self.swapped!r}), whose weights are no optimizer's: end "

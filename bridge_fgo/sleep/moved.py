@@ -11,16 +11,13 @@ from typing import Literal
 
 import torch
 
-from bridge_fgo.memory.driver import Stream
+from bridge_fgo.memory.cuda_driver import Stream
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 
 Kind = Literal["params", "grads", "optimizer"]
-KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")
-"""What is offloaded and reloaded apart."""
-
-Kinds = Kind | Literal["all"] | Iterable[Kind]
-"""What a verb is asked to move: a name, or names. No names are nothing."""
+KINDS: tuple[Kind, ...] = ("params", "grads", "optimizer")  # what is offloaded and reloaded apart
+Kinds = Kind | Literal["all"] | Iterable[Kind]  # what a call is to move: a name, or names; no names are nothing
 
 RETURNED_BYTES = 2**30
 """The driver gets memory back each time that this much is released, while other memory is copied. It takes 290 to 480
@@ -43,7 +40,7 @@ class Moved:
     seconds: float = 0.0
     """Host time of the call, at whose end every copy is done."""
     woke: tuple[str, ...] = ()
-    """What was reloaded though nobody had asked: packed masters need the weights that they round to."""
+    """What was reloaded without being asked for: packed masters need the weights that they round to."""
     caches: int = 0
     """Bytes of GPU memory of caches and workspaces that were dropped (`sleep.caches`), beside `freed`."""
     stays: dict[str, int] | None = None
@@ -86,7 +83,7 @@ class Tally:
         self.moved.copied += nbytes
 
     def note_what_stays(self, unhosted: int = 0) -> None:
-        """Take the figures of what is still on the GPU; warn where memory that was released is among it.
+        """Take the figures of what is still on the GPU; warn if memory that was released is among it.
 
         unhosted: bytes for which the limit of host memory has no room.
         """
@@ -117,7 +114,7 @@ class Tally:
 class SideStream:
     """A stream for copies beside what the current one computes; nothing without a GPU.
 
-    Nobody else has it: PyTorch hands the streams of its pool to others too, who would queue behind these copies.
+    It is in no pool: PyTorch hands the streams of its pool to others too, who would queue behind these copies.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,13 +132,13 @@ class SideStream:
         return torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
-        """Have the host wait for the copies."""
+        """Make the host wait for the copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def wait_for_gpu(device: torch.device) -> None:
-    """Have the host wait for everything on the device."""
+    """Make the host wait for everything on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -149,7 +146,7 @@ def wait_for_gpu(device: torch.device) -> None:
 def return_to_driver(device: torch.device) -> None:
     """Give what the allocator caches back to the driver.
 
-    What used it must be over, and the host must know: PyTorch waits for nothing here, and where `cudaFree` does is not
+    The host must have waited for all its users: PyTorch waits for nothing here, and for what `cudaFree` waits is not
     documented. On an H200 it did not wait for a copy on another stream.
     """
     if device.type == "cuda":

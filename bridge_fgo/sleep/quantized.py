@@ -29,7 +29,7 @@ class ColumnwiseCopies:
         self._dropped: list[Any] = []
 
     def drop(self) -> None:
-        """Let go of them; all work on the GPU that reads them must be over."""
+        """Free them; all work on the GPU that reads them must be over."""
         used = [param for param in self._params if param.get_usages()["columnwise"]]
         dropped = {id(param) for param in self._dropped}
         self._dropped += [param for param in used if id(param) not in dropped]
@@ -37,7 +37,7 @@ class ColumnwiseCopies:
             param.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     def make(self) -> None:
-        """Make those that `drop` has let go of, on the current stream; the rowwise data is whole."""
+        """Make those that `drop` has freed, on the current stream; the rowwise data is whole."""
         for param in self._dropped:
             param.update_usage(rowwise_usage=True, columnwise_usage=True)
         self._dropped = []

@@ -7,23 +7,20 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.engines.engine import attachment_of
 from bridge_fgo.engines.gradients import buckets_of
+from bridge_fgo.engines.lease import EngineLease, lease_of, shareable_leases
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.states.choice import leaves
 from bridge_fgo.states.distributed import MOMENTS, is_adam
 from bridge_fgo.states.float16 import is_muon
-from bridge_fgo.states.fsdp import is_fsdp
+from bridge_fgo.states.fsdp import BUFFER, is_fsdp
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-STATES = "_bridge_fgo_states"
-"""Attribute of an optimizer of mcore's that holds the `OptimizerStates` whose engine is its own."""
-
 
 def refuse_models(chunks: Sequence[torch.nn.Module]) -> None:
-    """Raise ValueError where there are no model chunks, or their buffers cannot be emptied; name what to change."""
+    """Raise ValueError if there are no model chunks, or their buffers cannot be emptied; name what to change."""
     if not chunks:
         raise ValueError("Residency(model=[]): pass the model chunks, as get_model returned them")
     for chunk in chunks:
@@ -105,41 +102,44 @@ def ddp_of(chunk: torch.nn.Module) -> list[Any]:
 
 
 def movable_optimizers(optimizer: Any) -> list[Any]:
-    """Return mcore's optimizers with states under an optimizer; stubs are skipped.
+    """Return mcore's optimizers with states under an optimizer, for a `Residency`; stubs are skipped.
 
     Raises:
-        ValueError: there is another kind of optimizer among them (see `refusal_of`), or something else.
+        ValueError: as `accepted`, or something is no optimizer of mcore's.
     """
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-    found = []
-    for leaf in leaves(optimizer) if hasattr(optimizer, "__dict__") else [optimizer]:
+    found = list(leaves(optimizer)) if hasattr(optimizer, "__dict__") else [optimizer]
+    otherwise = "pass optimizer=None to move parameters and gradients alone"
+    for leaf in found:
         if not isinstance(leaf, MegatronOptimizer):
             raise ValueError(
                 f"Residency(optimizer={type(leaf).__name__}): pass mcore's optimizer, which get_megatron_optimizer "
-                "returned and the training loop steps, or optimizer=None to move parameters and gradients alone"
+                f"returned and the training loop steps, or {otherwise}"
             )
-        if getattr(leaf, "is_stub_optimizer", False):
-            continue
-        if why := refusal_of(leaf):
-            raise ValueError(
-                f"Residency with {described(leaf)}: {why}, or pass optimizer=None to move parameters and gradients "
-                "alone"
-            )
-        found.append(leaf)
+    return accepted(found, "Residency", otherwise)
+
+
+def accepted(optimizers: Sequence[Any], asker: str, otherwise: str, takes_fsdp: bool = False) -> list[Any]:
+    """Return the optimizers that are no stubs.
+
+    Raises:
+        ValueError: the states of one cannot be offloaded (see `refusal_of`). The text begins with `asker`, and ends
+            with `otherwise`, what else to do.
+    """
+    found = [leaf for leaf in optimizers if not getattr(leaf, "is_stub_optimizer", False)]
+    for leaf in found:
+        if why := refusal_of(leaf, takes_fsdp):
+            classes = f"a {type(leaf).__name__} over a {type(getattr(leaf, 'optimizer', None)).__name__}"
+            raise ValueError(f"{asker} with {classes}: {why}, or {otherwise}")
     return found
 
 
-def described(leaf: Any) -> str:
-    """Return the classes of an optimizer and of the one inside."""
-    return f"a {type(leaf).__name__} over a {type(getattr(leaf, 'optimizer', None)).__name__}"
-
-
 def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
-    """Return why the states of an optimizer cannot be moved, and what to change; empty where they can be.
+    """Return why the states of an optimizer cannot be offloaded, and what to change; empty if they can be.
 
     They can be of a DistributedOptimizer over Adam, and of a Float16OptimizerWithFloat16Params over Adam or Muon; with
-    Megatron-FSDP only where `takes_fsdp`.
+    Megatron-FSDP only if `takes_fsdp`.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -171,36 +171,36 @@ def refusal_of(leaf: Any, takes_fsdp: bool = False) -> str:
             "it steps in a CUDA graph (optimizer.optimizer_cuda_graph=True, or capturable=True of its own), which has "
             "the states' addresses baked in; set optimizer.optimizer_cuda_graph=False, or make it with capturable=False"
         )
+    for chunk in getattr(leaf, "model_chunks", ()) if is_fsdp(leaf) else ():
+        if not hasattr(getattr(chunk, BUFFER, None), "parameter_groups"):
+            return (
+                f"ddp.use_megatron_fsdp=True and a {type(chunk).__name__} without parameter groups: only the first "
+                "version of Megatron-FSDP can be offloaded; use that"
+            )
     return ""
 
 
-def attached_engine(optimizers: Sequence[Any]) -> NativeEngine | None:
-    """Return the engine that is attached to the optimizers of this rank, if one is.
+def shared_lease(optimizers: Sequence[Any]) -> EngineLease | None:
+    """Return the lease of the optimizers of this rank that training steps own, if there is one.
 
     Raises:
-        ValueError: it is of another kind, or there are several, or it is yet to come.
+        ValueError: its engine is of another kind, or it has a `Residency` already; or there are several leases; or the
+            flag is set, and none was made yet.
     """
-    engines = {id(to.engine): to.engine for leaf in optimizers if (to := attachment_of(leaf)) is not None}
-    if not engines:
-        for leaf in optimizers:
-            if STATES in vars(leaf):
-                raise ValueError(
-                    "the optimizer has a Residency already: make one, before the first sleep, and close() it before "
-                    "the next"
-                )
-            if getattr(leaf.config, "offload_optimizer_states", False):
-                raise ValueError(
-                    "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
-                    "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
-                    "bridge_fgo.install() before its setup, and make Residency after it"
-                )
+    leases = shareable_leases(optimizers, "Residency(model, optimizer)")
+    if not leases:
+        if any(getattr(leaf.config, "offload_optimizer_states", False) for leaf in optimizers):
+            raise ValueError(
+                "optimizer.offload_optimizer_states=True, but no engine is attached to the optimizer: in a loop of "
+                "your own unset the flag and use `res.training_step()` of this Residency; in Bridge's call "
+                "bridge_fgo.install() before its setup, and make Residency after it"
+            )
         return None
-    if len(engines) > 1 or any(attachment_of(leaf) is None for leaf in optimizers):
+    if len(leases) > 1 or any(lease_of(leaf) is None for leaf in optimizers):
         raise ValueError("the optimizers under one Residency have several engines: make one Residency for each")
-    (engine,) = engines.values()
-    if not isinstance(engine, NativeEngine):
+    if not isinstance(leases[0].engine, NativeEngine):
         raise ValueError(
-            f"Residency cannot offload optimizer state that engine {engine.name!r} moves: use "
+            f"Residency cannot offload optimizer state that engine {leases[0].engine.name!r} moves: use "
             "OffloadConfig(engine='native')"
         )
-    return engine
+    return leases[0]

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.storage_slab import Range
 from bridge_fgo.memory.strided_sums import StridedSum, compile_sum
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 from bridge_fgo.states.distributed import MegatronSource
 
-CHUNK = 2**24
-"""Masters that PyTorch's operators compare at once: their temporaries take 48 MiB."""
+CHUNK = 2**24  # masters that PyTorch's operators compare at once: their temporaries take 48 MiB
 
 SOURCE = r"""
 // Rounds to nearest, ties to even, as mcore's copy does. A NaN counts as different, so that the weight is copied.
@@ -55,13 +54,13 @@ class Rounding:
         return all(master.untyped_storage().nbytes() for _, master, _ in self.pairs)
 
     def any_master_is_here(self) -> bool:
-        """Return whether a master is on the GPU, where it may be written."""
+        """Return whether a master is on the GPU, so that it may be written."""
         return any(master.untyped_storage().nbytes() for _, master, _ in self.pairs)
 
     def agrees(self) -> torch.Tensor:
         """Return whether every master rounds to its weight, bit for bit: a bool on their device.
 
-        It does not where somebody has loaded or changed weights since the optimizer wrote them.
+        They do not if weights were loaded or changed since the optimizer wrote them.
         """
         if self._kernel is not None:
             return differing(self._kernel, self._addresses(), self.pairs[0][1].device) == 0
@@ -85,7 +84,7 @@ class Rounding:
 
 
 def kernel_for(device: torch.device) -> StridedSum | None:
-    """Return the kernel, compiled once in a process; None where there is none for the device."""
+    """Return the kernel, compiled once in a process; None if there is none for the device."""
     return compile_sum(SOURCE, "differing", arrays=2, device=device)
 
 
@@ -101,7 +100,7 @@ def differing(kernel: StridedSum, pairs: Iterable[tuple[torch.Tensor, int, int]]
     return found
 
 
-def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:
+def round_again(roundings: Sequence[Rounding], states: StateOffloader) -> int:
     """Write the weights of several buffers, by mcore's own copy; return the bytes of masters that crossed the link.
 
     For all buffers together, because a slab may hold masters of several and is reloaded once.
@@ -112,16 +111,12 @@ def round_again(roundings: Sequence[Rounding], states: OptimizerStates) -> int:
     return sum(states.round_again(source, masters) for source, masters in of_source.items())
 
 
-def rounding_of(buffer: Any, own: Sequence[Range], states: OptimizerStates) -> Rounding | None:
-    """Return how masters round to the weights of a buffer; None where they do not round to each that a rank owns.
+def rounding_of(buffer: Any, own: Sequence[Range], states: StateOffloader) -> Rounding | None:
+    """Return how masters round to the weights of a buffer; None unless they round to each that a rank owns.
 
-    They do not for native fp32 and quantized parameters, and where Transformer Engine keeps them (precision-aware
-    Adam) or they may be packed, which needs the weights themselves.
-
-    Args:
-        buffer: one of mcore's `_ParamAndGradBuffer`s, with parameters.
-        own: the bytes of its storage that this rank owns.
-        states: what moves the masters.
+    They do not for native fp32 and quantized parameters, and if Transformer Engine keeps them (precision-aware Adam) or
+    they may be packed, which needs the weights themselves. `own` has the bytes of the buffer's storage that this rank
+    owns.
     """
     data = buffer.param_data
     storage, size, begin = data.untyped_storage()._cdata, data.element_size(), data.storage_offset()

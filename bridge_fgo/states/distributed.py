@@ -15,7 +15,7 @@ import torch
 
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.slab import Part
-from bridge_fgo.memory.state import Bundle, State, WeightShard, local
+from bridge_fgo.memory.state_tensor import Bundle, State, WeightShard, local
 from bridge_fgo.states.inner_step import InnerStep, in_place_of
 from bridge_fgo.states.masters import COPY, PLAIN, MasterCopy, take_first
 from bridge_fgo.states.source import Source

@@ -16,7 +16,7 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.memory.state import Bundle, State, WeightShard
+from bridge_fgo.memory.state_tensor import Bundle, State, WeightShard
 from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, master_state, of_inner
 from bridge_fgo.states.masters import Buffers
 

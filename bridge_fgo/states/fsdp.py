@@ -20,7 +20,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.slab import Part
-from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
+from bridge_fgo.memory.state_tensor import Bundle, Home, State, WeightShard, local
 from bridge_fgo.states.distributed import MOMENTS, McoreSource, adam_states, of_inner
 from bridge_fgo.states.shadowed import shadowed
 

@@ -11,7 +11,7 @@ import torch
 
 from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.slab import Part
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.states.shadowed import shadowed
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)

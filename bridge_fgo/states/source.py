@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bridge_fgo.memory.slab import Part
-from bridge_fgo.memory.state import Bundle
+from bridge_fgo.memory.state_tensor import Bundle
 
 
 class Source(ABC):
@@ -53,10 +53,10 @@ class Source(ABC):
 
     @abstractmethod
     def kept_whole_by(self) -> str:
-        """Return the name of what forbids to update the parameters part by part now; empty where nothing does."""
+        """Return the name of what forbids to update the parameters part by part now; empty if nothing does."""
 
     def copy_kept_whole_by(self) -> str:
-        """Return the name of what forbids to copy masters to weights part by part now; empty where nothing does."""
+        """Return the name of what forbids to copy masters to weights part by part now; empty if nothing does."""
         return ""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Source(ABC):
 
     @abstractmethod
     def step(self, part: Part | None) -> None:
-        """Update a part, whose states are on the GPU, and copy it to the model's weights where that is done by part.
+        """Update a part, whose states are on the GPU, and copy it to the model's weights if that is done by part.
 
         None updates the parameters that belong to no part.
         """

@@ -9,9 +9,9 @@ from loop import Loop, RecordingEngine, make_chain
 import bridge_fgo
 from bridge_fgo.bridge import before_training, session
 from bridge_fgo.bridge.optimizers import stage_of
-from bridge_fgo.bridge.session import SESSION, Session, attach
+from bridge_fgo.bridge.session import SESSION, attach
 from bridge_fgo.engines import ranks
-from bridge_fgo.engines.engine import ATTACHED
+from bridge_fgo.engines.lease import LEASE
 from bridge_fgo.engines.ranks import agree
 from bridge_fgo.memory.host_memory import Need
 
@@ -59,20 +59,20 @@ def test_a_rank_tells_what_it_needs_before_it_pins_and_drops_mcores_own_offloade
     for _ in range(2):
         attach(loop.optimizer, loop.model_config, CONFIG)
         assert told == ALIKE and loop.events == ["pin"], "once"
-    assert ATTACHED in vars(loop.leaf) and loop.leaf._state_offloader is None
+    assert LEASE in vars(loop.leaf) and loop.leaf._state_offloader is None
 
 
 @pytest.mark.parametrize("engine", ["native", "mcore generation 1"])
 def test_a_rank_that_pins_nothing_takes_part_in_as_many_collectives(monkeypatch, told, cpu_standins, engine):
     monkeypatch.setattr(session, "choose_engine", lambda *how: engine)
-    made = Session(make_chain([SimpleNamespace(is_stub_optimizer=True)], None), SimpleNamespace(), CONFIG)
+    made = attach(make_chain([SimpleNamespace(is_stub_optimizer=True)], None), SimpleNamespace(), CONFIG)
     assert made.engine.name == engine and told == [None, 0, None]
 
 
 def test_a_rank_with_a_refusal_of_its_own_tells_it_once_and_goes(loop, told):
     loop.leaf.config.optimizer = "sgd"
     with pytest.raises(ValueError, match="only the states of Adam and Muon"):
-        Session(loop.optimizer, loop.model_config, CONFIG)
+        attach(loop.optimizer, loop.model_config, CONFIG)
     ((is_value, text),) = told
     assert is_value and "only the states of Adam and Muon" in text
 
@@ -81,7 +81,7 @@ def test_a_part_of_the_model_is_refused_for_its_own_config(loop, told):
     part = torch.nn.Linear(1, 1)
     vars(part)["config"] = SimpleNamespace(expert_gtp_weight_remat_size=2)
     with pytest.raises(ValueError, match=r"^model\.expert_gtp_weight_remat_size=2 with optimizer\.offload_optimizer"):
-        Session(loop.optimizer, loop.model_config, CONFIG, torch.nn.Sequential(part))
+        attach(loop.optimizer, loop.model_config, CONFIG, torch.nn.Sequential(part))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_fails_on_another_rank_fails_here_and_leaves_nothing_attached(loop,
     with pytest.raises(ValueError, match="rank 1 failed, and so every rank does: ValueError: theirs"):
         attach(loop.optimizer, loop.model_config, CONFIG)
     assert loop.events == events
-    assert ATTACHED not in vars(loop.leaf) and SESSION not in vars(loop.optimizer)
+    assert LEASE not in vars(loop.leaf) and SESSION not in vars(loop.optimizer)
     assert loop.leaf._state_offloader == "mcore's"
 
 

@@ -10,7 +10,7 @@ import torch
 import bridge_fgo
 from bridge_fgo.bridge import compat, refusals
 from bridge_fgo.bridge.optimizers import eligible
-from bridge_fgo.bridge.refusals import Asked, all_refusals, config_refusals, refuse_config
+from bridge_fgo.bridge.refusals import RunConfig, all_refusals, config_refusals, refuse_config
 from bridge_fgo.states.choice import leaves
 
 NATIVE = bridge_fgo.OffloadConfig(engine="native")
@@ -130,7 +130,7 @@ def asked(cfg, changes, patch):
         else:
             patch.setattr(getattr(getattr(cfg, section), compat.TRANSFORMER, getattr(cfg, section)), name, value, False)
     engine = "mcore generation 2" if settings["engine"] == "mcore" else "native"
-    return Asked(cfg, bridge_fgo.OffloadConfig(**settings), engine)
+    return RunConfig(cfg, bridge_fgo.OffloadConfig(**settings), engine)
 
 
 @pytest.mark.parametrize("model", ["a provider", "a builder's config, as saved"])
@@ -142,20 +142,20 @@ def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg,
     for changes in REFUSED[table]:
         with monkeypatch.context() as patch:
             run = asked(cfg, changes, patch)
-            (row,) = [row for row in ROWS[table] if row.told(run) in all_refusals(cfg, run.settings)]
-            assert [row.told(run)] == list(all_refusals(cfg, run.settings)), changes
-            with pytest.raises(ValueError, match=re.escape(row.told(run))):
+            (row,) = [row for row in ROWS[table] if row.text_for(run) in all_refusals(cfg, run.settings)]
+            assert [row.text_for(run)] == list(all_refusals(cfg, run.settings)), changes
+            with pytest.raises(ValueError, match=re.escape(row.text_for(run))):
                 refuse_config(cfg, run.settings)
             names = [name for name in row.names if re.fullmatch(r"\w+\.\w+", name)]
             assert names and all(
-                f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.told(run) for name in names
+                f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.text_for(run) for name in names
             )
-            assert re.search(r"[;:,] (or )?(set|use|leave) ", row.told(run))
+            assert re.search(r"[;:,] (or )?(set|use|leave) ", row.text_for(run))
             unseen = [each for each in unseen if each is not row]
         for left in changes.keys() - BY_DEFAULT:
             with monkeypatch.context() as patch:
                 run = asked(cfg, {path: value for path, value in changes.items() if path != left}, patch)
-                assert row.told(run) not in all_refusals(cfg, run.settings), (changes, left)
+                assert row.text_for(run) not in all_refusals(cfg, run.settings), (changes, left)
     assert not unseen
     assert not list(all_refusals(cfg, NATIVE))
 
@@ -231,7 +231,7 @@ def test_what_is_served_is_not_refused(cfg, monkeypatch, changes):
 
 def test_what_no_engine_of_mcores_serves_is_refused_with_generation_1_too(cfg):
     cfg.model.cuda_graph_impl, cfg.checkpoint.save, cfg.checkpoint.async_save = "full_iteration", "somewhere", True
-    found = [row.setting for row in refusals.OF_ENGINES if row.applies(Asked(cfg, NATIVE, "mcore generation 1"))]
+    found = [row.setting for row in refusals.OF_ENGINES if row.applies(RunConfig(cfg, NATIVE, "mcore generation 1"))]
     assert found == ["model.cuda_graph_impl", "checkpoint.async_save"]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from debug_transfers import DebugTransfers
 from fake_ddp import FakeDdp, begin_microbatch, step, taken, with_memory
-from stream_order import TRAINING, Race, install
+from stream_order import SIDE, TRAINING, Race, install
 
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
@@ -42,6 +42,7 @@ class Training:
 
         self.transfers.release = releases
         self.ddp = FakeDdp((7,))
+        self.held = [param.main_grad for param in self.ddp.params]
         self.gradients = taken(self.ddp, DebugTransfers(self.transfers, seed) if debug else self.transfers, offloads)
         self.of = self.gradients.buckets
 
@@ -87,6 +88,14 @@ class Training:
             assert torch.equal(grad, twin)
             self.order.read(("whole", self.of[number]))
 
+    def log(self):
+        """Read gradients that are held, on a side stream that the training stream waits for before a backward."""
+        self.order.wait(SIDE, self.order.clock(TRAINING))
+        with self.order.on(SIDE):
+            for number, bucket in enumerate(self.of):
+                assert torch.equal(self.held[3 * number], self.ddp.twins[3 * number])
+                self.order.read(("whole", bucket))
+
     def point(self, layer):
         with self.somewhere(), suppress(KeyboardInterrupt):
             self.gradients.point(Mark(layer, 0, 0))
@@ -107,6 +116,7 @@ class Training:
         self.gradients.begin_pass()
         self.ddp.zero()
         microbatches = self.random.randrange(1, 5)
+        idle = self.random.randrange(layers) if self.happens(0.3) else None  # experts that get no token
         for microbatch in range(microbatches):
             begin_microbatch(self.ddp, microbatch == microbatches - 1)
             for layer in range(layers):
@@ -115,8 +125,10 @@ class Training:
                     self.read(self.random.randrange(layers))
                 if self.happens(0.01):
                     return  # with an error
+            self.order.wait(TRAINING, self.order.clock(SIDE))
             for number in range(layers):
-                self.add(number)
+                if number != idle:
+                    self.add(number)
                 self.point(~(layers - 1 - number))
                 if self.happens(0.1):
                     self.add(number)  # once more, as its copy out is under way
@@ -125,8 +137,11 @@ class Training:
                 if self.happens(0.02):
                     return  # with an error, after which autograd waits for nothing
             self.end_backward()
+            if microbatch < microbatches - 1 and self.happens(0.1):
+                self.log()
         for number in range(layers):
-            self.reduce(number)
+            with self.somewhere():
+                self.reduce(number)
         begin_microbatch(self.ddp)
         self.point(~0)
         if self.happens(0.1):
@@ -218,7 +233,7 @@ def an_end_on_the_callers_stream(patch):
 
 FAULTS = [
     without("order_around", "require"), without("order_behind", "require"), without("wait_in", "require"),
-    without("joining", "note"), without("wait_for_those_that_add", "offload"),
+    without("joining", "note"), without("joining", "_touched"), without("wait_for_those_that_add", "offload"),
     without("wait_for_those_that_add", "zero"), a_release_that_only_frees, a_release_that_does_not_wait_at_first,
     without("wait_out", "zero"), without("wait_in", "zero"), without("forget", "close"), an_end_on_the_callers_stream,
     without("wait_for_all", "begin_pass", of=Gradients), without("wait_for_all", "close", of=Gradients),

@@ -15,6 +15,7 @@ import bridge_fgo
 from bridge_fgo.bridge import session
 from bridge_fgo.bridge.activation_offload import PIECE_BYTES
 from bridge_fgo.engines.gradients import AHEAD, MANAGED, Gradients, gradients_of
+from bridge_fgo.memory import guard
 from bridge_fgo.memory.transfers import Transfers
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
@@ -175,6 +176,54 @@ def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run(confi
         return seen
 
     both(train, config, **THREE)
+
+
+def log_what_is_held(run):
+    """Have a run log, and halve, gradients and views of them that are made once, now; returns what it logs."""
+    params = [param for chunk in run.model for param in chunk.parameters() if param.requires_grad]
+    buffers = [each for chunk in run.model for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    held = [param.main_grad for param in params] + [b.grad_data for buffer in buffers for b in buffer.buckets]
+    held += [view for param in params for view in (param.main_grad.detach(), param.main_grad.view(-1)[8:24])]
+    seen, forward_step = [], run._forward_step
+
+    def log(*_):
+        seen.append(exact([each.norm() for each in held]))
+
+    def forward(data_iterator, model):
+        log()
+        for number in (1, -1):
+            held[number].mul_(0.5)
+        result = forward_step(data_iterator, model)
+        log()
+        return result
+
+    run._forward_step = forward
+    for layer in run.model[-1].module.module.decoder.layers:
+        layer.register_full_backward_hook(log)
+    return seen
+
+
+@pytest.fixture(params=["pytorch_2.12", "before"])
+def pytorch(request, monkeypatch):
+    if request.param == "before":
+        monkeypatch.setattr(guard, "_CAN_REFUSE", False)
+        monkeypatch.setattr(guard, "_COUNTS_ALL", False)
+
+
+HOLDING = ("three_microbatches", "chunks", "experts", "rerun", "fp32_local_accumulation", "bf16_gradients")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), in_lanes([*product(HOLDING, CONFIGS)], [("chunks", "off"), ("fp32_local_accumulation", "lazy")])
+)
+def test_gradients_and_views_that_somebody_holds_are_those_of_a_resident_run_whenever_used(kind, name, pytorch):
+    def train(run):
+        from_before = log_what_is_held(run)
+        steps(run)
+        seen = log_what_is_held(run)
+        return steps(run, 3), seen, from_before
+
+    both(train, CONFIGS[name], **THREE | KINDS[kind])
 
 
 # The end.

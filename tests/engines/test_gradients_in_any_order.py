@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 
@@ -17,13 +18,18 @@ from quantized_weights import Float8Tensor
 from bridge_fgo.engines import gradients as gradients_module
 from bridge_fgo.engines.gradients import MANAGED
 from bridge_fgo.memory.gradient_bucket import BUCKET, BucketState, GradientBucket
+from bridge_fgo.memory.guard import is_guarded
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
-from bridge_fgo.sleep.gradients import Gradients as SleepingGradients
+from bridge_fgo.sleep.gradient_offloader import GradientOffloader
 
 BUCKETS = (4, 2)
 NUMBERS = st.integers(0, sum(BUCKETS) - 1)
 PLACES = st.integers(0, 3 * sum(BUCKETS) - 1)
+
+
+HOLDS = [None, lambda gradient: gradient, lambda gradient: gradient.detach(), lambda gradient: gradient.view(-1)[:5]]
+"""What somebody holds of the gradients."""
 
 
 class NoMemory:
@@ -52,19 +58,23 @@ class AnyOrder(RuleBasedStateMachine):
         seed=st.integers(0, 9),
         extra=st.sets(NUMBERS, max_size=2),
         lazy=st.booleans(),
+        holds=st.sampled_from(HOLDS),
         make=st.sampled_from([torch.zeros, lambda *shape: Float8Tensor.of(torch.zeros(shape))]),
     )
-    def take(self, debug, seed, extra, lazy, make):
+    def take(self, debug, seed, extra, lazy, holds, make):
         self.patch = pytest.MonkeyPatch()
         self.no_memory = NoMemory(self.patch)
         self.ddp = FakeDdp(BUCKETS, extra, make)
+        self.holds, self.held = holds, []
+        self.hold_anew()
+        self.patch.setattr(gc, "get_objects", lambda: list(self.held))
         self.before = layout_of(self.ddp)
         self.transfers = Transfers()
         if debug:
             self.transfers = DebugTransfers(self.transfers, seed)
         self.offloads = not lazy
         self.gradients = taken(self.ddp, self.transfers, self.offloads)
-        self.sleeper = SleepingGradients(self.ddp.buffers, {})
+        self.sleeper = GradientOffloader(self.ddp.buffers, {})
 
     @rule(place=PLACES, value=st.integers(-5, 5))
     def add(self, place, value):
@@ -97,6 +107,33 @@ class AnyOrder(RuleBasedStateMachine):
     def read(self, place):
         assert torch.equal(self.ddp.params[place].main_grad, self.ddp.twins[place])
 
+    @rule()
+    def hold_anew(self):
+        if self.holds:
+            self.held = [self.holds(param.main_grad) for param in self.ddp.params]
+
+    @rule(place=PLACES)
+    def read_what_is_held(self, place):
+        assert not self.held or torch.equal(self.held[place], self.twin(place))
+
+    def twin(self, place):
+        """Return of a gradient's twin what is held of the gradient."""
+        return self.ddp.twins[place].view(-1)[: self.held[place].numel()].view_as(self.held[place])
+
+    @rule(place=PLACES, value=st.integers(-5, 5))
+    def write_what_is_held(self, place, value):
+        if self.held:
+            self.held[place].add_(value)
+            self.twin(place).add_(value)
+
+    @rule(number=NUMBERS)
+    def write_a_bucket(self, number):
+        bucket, places = self.ddp.buckets[number], self.ddp.of_bucket(number)
+        if not hasattr(bucket.params_list[0], "main_grad_copy_in_grad_buffer"):
+            bucket.grad_data.mul_(2)
+            for place in places:
+                self.ddp.twins[place].mul_(2)
+
     @rule(is_last=st.booleans())
     def begin_a_microbatch(self, is_last):
         begin_microbatch(self.ddp, is_last)
@@ -105,6 +142,7 @@ class AnyOrder(RuleBasedStateMachine):
     def zero(self):
         self.gradients.begin_pass()
         self.ddp.zero()
+        self.gradients.guard_views()
         assert set(states(self.gradients)) == {"ABSENT"} and not with_memory(self.gradients)
 
     @rule(factor=st.sampled_from([0.5, 2.0]))
@@ -250,6 +288,26 @@ def test_a_bucket_leaves_once_all_its_gradients_were_added_to_and_one_larger_tha
     gradients = taken(ddp, Transfers())
     step(ddp, gradients)
     assert gradients.moving_bytes == gradients.traffic.out == 0 and ddp.different() == []
+
+
+def test_a_use_of_a_held_gradient_brings_its_bucket_until_the_next_point_and_others_have_no_guard():
+    ddp, transfers = FakeDdp((5,)), Transfers()
+    transfers.has_left = lambda bucket: False
+    gradients = taken(ddp, transfers)
+    held = ddp.params[4].main_grad
+    begin_microbatch(ddp)
+    backward(ddp, gradients, 1.0)
+    gradients.point(Mark(0, 0, 0))
+    gradients._release(0)
+    assert set(states(gradients)) == {"OFFLOADED"}
+    guarded = [place for place, param in enumerate(ddp.params) if is_guarded(vars(param)["main_grad"])]
+    assert guarded == [4] and all(is_guarded(bucket.grad_data) for bucket in ddp.buckets)
+    assert torch.equal(held, ddp.twins[4]) and states(gradients).count("HERE") == 1
+    gradients.point(Mark(0, 0, 0))
+    assert gradients.buckets[1].state is BucketState.OFFLOADING and is_guarded(held)
+    held.add_(1.0)
+    ddp.twins[4].add_(1.0)
+    assert gradients.buckets[1].state is BucketState.HERE and ddp.different() == []
 
 
 def test_copies_of_four_buckets_at_most_are_under_way_however_slow_and_none_at_the_end_of_a_forward():

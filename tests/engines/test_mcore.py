@@ -15,8 +15,9 @@ import bridge_fgo
 from bridge_fgo.bridge.session import Session
 from bridge_fgo.bridge.table import LOADERS, OF_DISTRIBUTED
 from bridge_fgo.bridge.table import READERS as SAVERS
-from bridge_fgo.engines.engine import ATTACHED, Attachment
+from bridge_fgo.engines.lease import EngineLease
 from bridge_fgo.engines.mcore import Generation1, Generation2, McoreEngine
+from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 
 SIZES = [100, 3000]
@@ -136,7 +137,7 @@ def patched(name, act=lambda: None):
     """Return a function that calls a method of an engine's optimizer as the table of patches has it called."""
 
     def call(engine, source):
-        setattr(source.optimizer, ATTACHED, Attachment(engine, source))
+        EngineLease("step", [source], engine, bridge_fgo.OffloadConfig(), PeakMeter()).is_stepped = True
         (wrapper,) = (wrapper for names, wrapper, *_ in OF_DISTRIBUTED if name in names)
         assert wrapper(lambda: [act(), name], source.optimizer, (), {})[1] == name
 

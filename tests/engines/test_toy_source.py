@@ -11,7 +11,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.slab import SlabState
-from bridge_fgo.memory.state import Bundle, Home, State
+from bridge_fgo.memory.state_tensor import Bundle, Home, State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.profile import Mark
 

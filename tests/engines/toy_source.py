@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from bridge_fgo.memory.state import Bundle, State
+from bridge_fgo.memory.state_tensor import Bundle, State
 from bridge_fgo.states.inner_step import InnerStep
 from bridge_fgo.states.source import Source
 

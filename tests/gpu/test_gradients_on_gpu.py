@@ -38,7 +38,7 @@ def test_what_a_side_stream_adds_late_is_in_the_copy() -> None:
     data = torch.zeros(2**20, device=device)
     param = torch.nn.Parameter(torch.zeros(2**20, dtype=torch.bfloat16, device=device))
     param.main_grad = data.view(-1)  # type: ignore[attr-defined]
-    bucket = GradientBucket(data, [(param.main_grad, 0)], [param], transfers, alone.needed, Traffic())
+    bucket = GradientBucket(data, [param.main_grad], [param], transfers, alone.needed, Traffic())
     page_lock(bucket.map_host())
     bucket.moves = True
     side = torch.cuda.Stream()

@@ -24,7 +24,7 @@ if len(sys.argv) > 1:
     bridge_fgo.install()
 from bridge_fgo.memory.copy_queues import shortage
 from bridge_fgo.memory.transfers import Lane
-from bridge_fgo.memory.driver import Copier, Event
+from bridge_fgo.memory.cuda_driver import Copier, Event
 nbytes = 2**30
 gpu = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
 host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

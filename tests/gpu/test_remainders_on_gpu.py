@@ -12,7 +12,7 @@ from gpu_lane import NEEDS_CUDA
 from bridge_fgo.memory.layout import pack
 from bridge_fgo.memory.remainder_kernels import MOST_TOGETHER
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.state import State, WeightShard
+from bridge_fgo.memory.state_tensor import State, WeightShard
 
 RAN_ON = "one H200"
 

@@ -15,7 +15,7 @@ from fake_optimizer import make_distributed_optimizer, step, with_model
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory import driver, transfers
+from bridge_fgo.memory import cuda_driver, transfers
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.states.distributed import MegatronSource
@@ -97,7 +97,7 @@ def test_lanes_copy_on_streams_of_their_own_which_go_when_their_copies_are_done(
         cuMemcpyDtoHAsync_v2=lambda *of_copy: calls.append(("out", of_copy[3].value)),
         cuMemcpyHtoDAsync_v2=lambda *of_copy: calls.append(("in", of_copy[3].value)),
     )
-    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: library)
     monkeypatch.setattr(transfers, "current_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_lanes_copy_on_streams_of_their_own_which_go_when_their_copies_are_done(
     moves.copy_in(slab)
     out, back = (100, 101), (102, 103)
     assert calls == [
-        *(("create", stream, driver.STREAM_NON_BLOCKING) for stream in out + back),
+        *(("create", stream, cuda_driver.STREAM_NON_BLOCKING) for stream in out + back),
         *(("out", stream) for stream in (100, 101, 100)),
         *(("in", stream) for stream in (102, 103, 102)),
     ]

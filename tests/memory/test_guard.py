@@ -6,12 +6,14 @@ import weakref
 import pytest
 import torch
 from accesses import ACCESSES, assert_same
+from debug_transfers import DebugTransfers
 from fake_training import Training, use_small_parts
 
 from bridge_fgo.memory import guard
 from bridge_fgo.memory.guard import is_guarded
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.memory.storage_slab import StorageSlab, find_aliases
+from bridge_fgo.memory.transfers import Transfers
 
 REFUSES_ADDRESSES = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")  # PyTorch 2.12
 
@@ -111,18 +113,63 @@ def test_states_that_are_dropped_while_they_are_away_go_at_once(small):
         gc.enable()
 
 
-@pytest.mark.skipif(not REFUSES_ADDRESSES, reason="needs PyTorch 2.12")
-def test_a_view_that_was_made_before_is_refused_by_name_in_place_of_a_crash(small):
-    training = trained()
+VIEWS = {
+    "view": lambda tensor: tensor.view(-1),
+    "detached": lambda tensor: tensor.detach(),
+    "data": lambda tensor: tensor.data,
+    "view_of_a_view": lambda tensor: tensor.view(-1)[2:].view(-1)[1:9:2],
+    "bytes": lambda tensor: tensor.view(torch.uint8),
+}
+
+
+@pytest.mark.parametrize("where", WAYS)
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_that_others_made_before_find_the_states_and_training_goes_on_with_what_they_wrote(name, where, small):
+    training = trained(transfers=DebugTransfers(Transfers(), 1))
+    training.engine.begin_pass()
     training.engine.require_writable()
-    views = [tensor.view(-1) for tensor, _ in training.states()]
-    training.away()
-    for view in views:
-        with pytest.raises(RuntimeError, match=r"another thread during a step\): call .*reload_states\(\) first"):
-            view.sum()
-    training.engine.require_readable()
-    for view, (_, of_twin) in zip(views, training.states(), strict=True):
-        assert view.equal(of_twin.view(-1))
+    pairs = [[VIEWS[name](tensor) for tensor in pair] for pair in training.states()]
+    for slab in training.slabs():
+        for verb in ("offload", "release", "reload")[: WAYS.index(where) + 1]:
+            getattr(slab, verb)()
+    for mine, of_twin in pairs:
+        if where == "released" and REFUSES_ADDRESSES and is_guarded(mine):  # the first of its slab
+            with guard.own(), pytest.raises(RuntimeError, match="reload_states"):
+                mine.data_ptr()
+        assert mine.equal(of_twin)
+        for view in (mine, of_twin):
+            view.zero_()
+    training.engine.release()
+    training.engine.reload()
+    training.finish()
+    training.check()
+
+
+def test_code_that_makes_new_views_in_each_step_is_told_once(small, monkeypatch):
+    training, said, before = trained(), [], guard._looks
+    for _ in range(guard.MANY_LOOKS + 2):
+        training.engine.require_writable()
+        views = [tensor.detach() for tensor, _ in training.states()]
+        training.away()
+        said.append(training.engine.traffic.touches.news())
+        training.engine.reload()
+        training.finish()
+        del views
+    assert guard._looks - before == guard.MANY_LOOKS + 2
+    (line,) = [each for each in said if "views" in each]
+    assert "make and keep such views once" in line and said.index(line) == guard.MANY_LOOKS - 1
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_from_before_the_first_offload_see_every_update(name, small):
+    training = Training(layer=500, master_remainders=False)
+    pairs = []
+    for _ in range(3):
+        pairs += [[VIEWS[name](tensor) for tensor in pair] for pair in training.states()]
+        training.away()
+        assert all(mine.equal(of_twin) for mine, of_twin in pairs)
+        training.engine.reload()
+        training.finish()
 
 
 # Storages that a sleep empties.
@@ -186,9 +233,9 @@ def test_objects_are_looked_through_once_a_tensor_was_made_on_the_storage_also_i
     tensor, slab = storage()
     kept = tensor[:2]
     find_aliases([slab])
-    assert slab.knows_aliases()
+    assert slab.views.are_known()
     kept = tensor[2:]
-    assert not slab.knows_aliases(), "as many as before, and another one"
+    assert not slab.views.are_known(), "as many as before, and another one"
     asleep(slab)
     assert is_guarded(kept)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_fgo.memory import driver, host_buffer
+from bridge_fgo.memory import cuda_driver, host_buffer
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 
 OUT_OF_MEMORY = 2
@@ -27,7 +27,7 @@ def locked(monkeypatch):
         return 0
 
     library = SimpleNamespace(cuMemHostRegister_v2=register, cuMemHostUnregister=locked.pop)
-    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: library)
     monkeypatch.setattr(host_buffer, "PINNING_THREADS", 1)
     monkeypatch.setattr(host_buffer, "local_cpus", lambda device: {5})
     monkeypatch.setattr(host_buffer.os, "sched_setaffinity", lambda process, chosen: None)

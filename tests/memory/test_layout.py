@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bridge_fgo.config import MIB, OffloadConfig
 from bridge_fgo.memory.layout import ALIGNMENT, Codec, lay_out, offloaded_bundles, pack, part_bytes, pieces, select
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.state import Bundle, Home, State
+from bridge_fgo.memory.state_tensor import Bundle, Home, State
 from bridge_fgo.states.distributed import bundles
 from bridge_fgo.tools.plan.state import copied_bytes, size_of, written_back_bytes
 

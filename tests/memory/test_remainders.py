@@ -15,7 +15,7 @@ from bridge_fgo.memory import remainder_kernels, remainders
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
-from bridge_fgo.memory.state import WeightShard
+from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.states.distributed import MegatronSource
 from bridge_fgo.states.masters import MasterCopy

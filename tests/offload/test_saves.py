@@ -21,7 +21,7 @@ from stream_order import install
 from bridge_fgo.bridge import state_wrappers
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines import checkpoints
-from bridge_fgo.engines.engine import ATTACHED, Attachment
+from bridge_fgo.engines.lease import LEASE, Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import LentStorage, SharedHostBuffer, shared_copy
@@ -212,7 +212,8 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
         def get_unscaled_state(self, param, name):
             return self.state[param][name].float() + 1  # reads: of released memory
 
-    distributed = SimpleNamespace(optimizer=Adam(), **{ATTACHED: Attachment(training.engine, source)})
+    lease = SimpleNamespace(attachment=lambda _: Attachment(training.engine, source))
+    distributed = SimpleNamespace(optimizer=Adam(), **{LEASE: lease})
 
     def state_dict():
         return distributed.optimizer.get_unscaled_state(param, "exp_avg")

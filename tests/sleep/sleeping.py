@@ -17,6 +17,7 @@ from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
+from bridge_fgo.sleep import collective_moves, local_moves, trainer_memory, weight_sets
 from bridge_fgo.sleep.moved import Tally
 from bridge_fgo.states.distributed import live_bytes
 
@@ -100,7 +101,7 @@ class Sleeper:
     @property
     def transfers(self):
         """The class that copies states."""
-        return type(self.res._states.engine.schedule.transfers)
+        return type(self.res._memory.states.engine.schedule.transfers)
 
     @property
     def moment(self):
@@ -113,7 +114,7 @@ class Sleeper:
     @property
     def lacks_masters(self):
         """Whether packed masters are away, which come back by the weights as these were."""
-        return self.res._states.reads_weights and "optimizer" in self.res.away
+        return self.res._memory.states.reads_weights and "optimizer" in self.res.away
 
     @property
     def weights_bytes(self):
@@ -139,7 +140,7 @@ class Sleeper:
 
     def states_bytes(self):
         """Return the bytes of memory that masters and moments take now."""
-        return sum(live_bytes(source.states(), source.device) for source in self.res._states.sources)
+        return sum(live_bytes(source.states(), source.device) for source in self.res._memory.states.sources)
 
     def weights_here(self):
         """Return the bytes of memory that weights take now."""
@@ -180,7 +181,7 @@ class Sleeper:
     def offload(self, *kinds, **how):
         """Offload; what is freed is what the storages had, and goes to the driver last."""
         returns, held = [], self._bytes()
-        with mock.patch.object(residency_module, "return_to_driver", lambda device: returns.append(self.gone())):
+        with mock.patch.object(local_moves, "return_to_driver", lambda device: returns.append(self.gone())):
             moved = self.res.offload(*kinds, **how)
         self.check()
         assert moved.freed >= held - self._bytes()  # and what shards' gradients had
@@ -197,11 +198,11 @@ class Sleeper:
 
     def _bytes(self):
         """Return the bytes of all that moves and has memory now; a state may be a weight too."""
-        bundles = [bundle for source in self.res._states.sources for bundle in source.states()]
+        bundles = [bundle for source in self.res._memory.states.sources for bundle in source.states()]
         states = [each.read() for bundle in bundles for each in bundle.states]
         weights = {param.untyped_storage()._cdata for param in self.params()}
         apart = [each for each in states if each is not None and each.untyped_storage()._cdata not in weights]
-        gradients = sum(slab.storage.nbytes() for slab in self.res._gradients.slabs)
+        gradients = sum(slab.storage.nbytes() for slab in self.res._memory.gradients.slabs)
         return self.weights_here() + gradients + sum(each.nbytes for each in apart if each.untyped_storage().nbytes())
 
     @contextlib.contextmanager
@@ -221,7 +222,7 @@ class Sleeper:
     def read_asleep(self):
         """Check that the host has all weights, and that nothing moves to read them."""
         with self.as_before():
-            of_names = [dict(chunk.named_parameters()) for chunk in self.res._chunks]
+            of_names = [dict(chunk.named_parameters()) for chunk in self.res._memory.chunks]
             found = {}
             for name, param, first, values in self.res.host_params():
                 assert first == 0 and any(of.get(name) is param for of in of_names)
@@ -326,10 +327,10 @@ def buffers(training):
 def gone(res):
     """Return the kinds whose memory is empty, by the storages themselves."""
     found = set()
-    for kind, part in (("params", res._weights), ("grads", res._gradients)):
+    for kind, part in (("params", res._memory.weights), ("grads", res._memory.gradients)):
         if part.slabs and not any(slab.storage.nbytes() for slab in part.slabs):
             found.add(kind)
-    if res._states is not None and not sum(live_bytes(s.states(), s.device) for s in res._states.sources):
+    if res._memory.states is not None and not sum(live_bytes(s.states(), s.device) for s in res._memory.states.sources):
         found.add("optimizer")
     return found
 
@@ -396,13 +397,14 @@ def residency(training, **how):
 
 def another_rank(patch, vote_of):
     """Have another rank take part in what ranks tell each other. vote_of: returns its vote, given this rank's."""
-    told = residency_module.told_by_ranks
+    told = collective_moves.gather_or_raise
 
     def told_by_both(act):
         own, votes = told(act)
         return own, [*votes, vote_of(votes[0])]
 
-    patch.setattr(residency_module, "told_by_ranks", told_by_both)
+    for module in (residency_module, trainer_memory, collective_moves, weight_sets):
+        patch.setattr(module, "gather_or_raise", told_by_both)
 
 
 def lock_fails_once(patch, res):
@@ -414,8 +416,8 @@ def lock_fails_once(patch, res):
         if len(asked) == 1:
             raise RuntimeError("raise `ulimit -l`")
 
-    patch.setattr(residency_module, "page_lock", locks)
-    patch.setattr(res, "_pins", True)  # as on a GPU, of a Residency without settings of its own
+    patch.setattr(trainer_memory, "page_lock", locks)
+    patch.setattr(res._memory, "pins", True)  # as on a GPU, of a Residency without settings of its own
     with pytest.raises(RuntimeError, match="ulimit"):
         res.offload(grads="keep")
     assert "grads" not in res.away

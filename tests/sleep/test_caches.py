@@ -42,11 +42,11 @@ def test_weights_in_fp8_go_with_the_parameters_and_stay_within_a_step(sleeper):
     me.res.offload("optimizer", "grads")
     assert layer._fp8_workspaces
     me.res.reload()
-    me.res._backwards.pending.add(id(me.ddp))  # quantized again, they might get another scale
+    me.res._memory.backwards.pending.add(id(me.ddp))  # quantized again, they might get another scale
     me.res.offload("params")
     assert layer._fp8_workspaces
     me.res.reload()
-    me.res._backwards.used()
+    me.res._memory.backwards.used()
     me.res.offload("params")
     assert layer._fp8_workspaces == {}
     me.res.close()

@@ -115,7 +115,7 @@ def test_states_that_were_written_between_two_sleeps_are_not_taken_for_what_the_
     me = sleeper(early=True, experts=True)
     moment = me.moment
     me.res.offload("optimizer")
-    slabs = me.res._states.engine.slabs
+    slabs = me.res._memory.states.engine.slabs
     (slab,) = (slab for slab in slabs if any(state.read() is moment for state in slab.states))
     slab.require_writable()  # as a load has it that writes to the tensors themselves
     assert me.res.away == {"optimizer"} and len(slabs) > 1

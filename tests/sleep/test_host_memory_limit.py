@@ -18,10 +18,11 @@ def test_what_stays_is_said_once_and_counted_in_each_sleep(sleeper, monkeypatch,
     me.make(host_memory_limit_gib=1.5 * me.weights_bytes / GIB)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "a limit of" in line]
     assert "of optimizer state and 0.00 GiB of parameters" in line and "stay on the GPU" in line
-    assert me.res._unhosted == me.states_bytes() - sum(slab.nbytes for slab in me.res._states.engine.slabs) > 0
+    memory = me.res._memory
+    assert memory.unhosted == me.states_bytes() - sum(slab.nbytes for slab in memory.states.engine.slabs) > 0
     tally = tally_of_a_gpu(monkeypatch, free=0, allocated=[0, 0], reserved=0)
-    tally.note_what_stays(me.res._unhosted)
-    assert tally.moved.stays["unhosted"] == me.res._unhosted
+    tally.note_what_stays(memory.unhosted)
+    assert tally.moved.stays["unhosted"] == memory.unhosted
 
 
 def test_weights_that_stay_are_used_read_and_chosen_around(sleeper):
@@ -52,9 +53,9 @@ def test_gradients_that_there_is_no_room_to_keep_are_refused_and_nothing_moves(s
 def test_kept_gradients_whose_host_memory_could_not_be_locked_count_once(sleeper, monkeypatch):
     me = sleeper()
     me.make(host_memory_limit_gib=1.0)
-    room = me.res._room
+    room = me.res._memory.budget.left
     locked = lock_fails_once(monkeypatch, me.res)
-    assert room - me.res._room == sum(host.tensor.numel() for host in locked) > 0
+    assert room - me.res._memory.budget.left == sum(host.tensor.numel() for host in locked) > 0
 
 
 @pytest.mark.parametrize("wrong", [0, -1.5, True, "8", float("nan")])
@@ -70,7 +71,7 @@ def test_memory_that_the_flags_engine_has_counts_and_is_refused_where_it_is_over
             residency(me.training, host_memory_limit_gib=1e-6)
         states = 6 * me.weights_bytes
         me.make(host_memory_limit_gib=(states + me.weights_bytes - 1) / GIB)
-        assert me.res._unhosted == me.weights_bytes
+        assert me.res._memory.unhosted == me.weights_bytes
         me.res.offload()
         assert me.res.away == {"grads", "optimizer"}
         me.end()
@@ -80,11 +81,11 @@ def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_non
     me, said = sleeper(), []
     for gib, lends in ((1.0, True), (7 * me.weights_bytes / GIB, False)):
         res = residency(me.training, host_memory_limit_gib=gib)
-        engine = res._states.engine
-        engine.warn, room = said.append, res._room
+        engine = res._memory.states.engine
+        engine.warn, room = said.append, res._memory.budget.left
         engine.use_worker_memory()
         assert engine._lends == lends and len(said) == (not lends)
-        assert room - res._room == (sum(slab.nbytes for slab in engine.slabs) if lends else 0)
+        assert room - res._memory.budget.left == (sum(slab.nbytes for slab in engine.slabs) if lends else 0)
         res.close()
     assert "the limit of host memory has no room" in said[0]
 
@@ -114,7 +115,7 @@ def test_a_reference_model_sleeps_in_files_of_a_folder_that_can_hold_it_and_of_n
     with pytest.raises(ValueError, match=r"frozen_folder='.*absent'\): a file of 24 bytes could not be made"):
         bridge_fgo.Residency(model, frozen_folder=disk / "absent")
     res = bridge_fgo.Residency(model, frozen_folder=disk, host_memory_limit_gib=1e-9)
-    assert res.offload().freed == 32 and res._unhosted == 0
+    assert res.offload().freed == 32 and res._memory.unhosted == 0
     res.reload()
     assert both.exact(dict(model.named_parameters())) == before
 

@@ -102,7 +102,7 @@ def test_training_that_sleeps_after_each_step_is_bitwise_equal_and_its_gradients
             assert res.offload("grads").freed >= held + extras
             assert "grads" not in res.offload().copied_by_kind
             masters_round = config is LAZY and model != "adam_not_distributed"
-            assert {slab.rounding is not None for slab in res._weights.slabs} == {masters_round}
+            assert {slab.rounding is not None for slab in res._memory.weights.slabs} == {masters_round}
             require_asleep(run, res)
             with res.only("params"):
                 assert res.away == {"grads", "optimizer"}
@@ -249,7 +249,7 @@ def test_gradients_in_the_settings_of_a_residency_are_refused_by_name():
 def test_a_residency_locks_what_a_failed_lock_left_and_nothing_that_the_settings_have_unlocked(monkeypatch, pins):
     with training(True, dataclasses.replace(OFF, pin_memory=pins), **THREE) as run:
         res = sleeper_of(run, run.optimizer)
-        assert res._states.config.pin_memory is pins
+        assert res._memory.states.lease.settings.pin_memory is pins
         run.step()
         moving = {id(bucket) for bucket in buckets(run) if bucket.moves}
         asked = lock_fails_once(monkeypatch, res)

@@ -6,7 +6,7 @@ from both import PACKED
 from sleeping import KINDS, another_rank, experts, frozen, frozen_in_a_layer, note, trained
 
 import bridge_fgo
-from bridge_fgo.bridge import residency
+from bridge_fgo.sleep.collective_moves import Wake
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -99,13 +99,13 @@ def test_a_predicate_that_reads_a_parameter_that_is_away_is_told_what_to_call(sl
 
 def test_ranks_that_choose_different_buffers_gather_them_in_one_order(sleeper, monkeypatch):
     me, order = sleeper(experts=True), []
-    dense, of_experts = (slab for slab in me.res._weights.slabs if slab.ranges)
+    dense, of_experts = (slab for slab in me.res._memory.weights.slabs if slab.ranges)
 
     def asks_for_the_other(mine):
-        return mine._replace(places={dense.place}) if isinstance(mine, residency.Wake) else mine
+        return mine._replace(places={dense.place}) if isinstance(mine, Wake) else mine
 
     for slab in (dense, of_experts):
-        slab.place = (me.res._weights.slabs.index(slab), 0)
+        slab.place = (me.res._memory.weights.slabs.index(slab), 0)
         note(monkeypatch, order, slab, "gather", slab)
     me.res.offload("params")
     another_rank(monkeypatch, asks_for_the_other)

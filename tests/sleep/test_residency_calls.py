@@ -19,8 +19,8 @@ import bridge_fgo
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep.checks import Checks
-from bridge_fgo.sleep.gradients import Backwards
-from bridge_fgo.sleep.weights import PLAIN, WeightSlab
+from bridge_fgo.sleep.gradient_offloader import Backwards
+from bridge_fgo.sleep.weight_offloader import PLAIN, WeightSlab
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -363,7 +363,7 @@ def test_weights_that_cannot_be_read_on_the_host_are_refused_by_name(training, m
     with pytest.raises(RuntimeError, match=r"on the GPU: read them there, or offload\('params'\)"):
         res.host_params()
     res.offload()
-    monkeypatch.setattr("bridge_fgo.sleep.weights.PLAIN", PLAIN[:1])
+    monkeypatch.setattr("bridge_fgo.sleep.weight_offloader.PLAIN", PLAIN[:1])
     with pytest.raises(ValueError, match=r"'module.module.*': only weights in 16 or 32 bits"):
         res.host_params()
 

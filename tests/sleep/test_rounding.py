@@ -72,7 +72,7 @@ def test_every_master_is_compared_with_its_own_weights_in_every_bucket(run, monk
     monkeypatch.setattr(strided_sums, "current_stream", lambda index: 0)
     with CpuTraining(options(**changes)) as training:
         training.step()
-        roundings = [slab.rounding for slab in residency(training)._weights.slabs if slab.rounding is not None]
+        roundings = [slab.rounding for slab in residency(training)._memory.weights.slabs if slab.rounding is not None]
         assert roundings
         for rounding in roundings:
             rounding._kernel = StridedSum(OnCpu())

@@ -34,12 +34,11 @@ from sleeping import (
 )  # fmt: skip
 
 import bridge_fgo
-from bridge_fgo.bridge import residency
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import states
+from bridge_fgo.sleep import local_moves, state_offloader
 from bridge_fgo.sleep.rounding import Rounding
-from bridge_fgo.sleep.weights import Weights
+from bridge_fgo.sleep.weight_offloader import WeightOffloader
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
@@ -108,7 +107,7 @@ def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_res
         else:
             me.reload()
             assert me.gone() == set() == me.res.away
-            assert not any(slab._bytes.any() for slab in me.res._gradients.slabs)
+            assert not any(slab._bytes.any() for slab in me.res._memory.gradients.slabs)
         me.train()
         if by_flag:  # which leaves states on the host
             me.offload("params")
@@ -224,9 +223,10 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
                 me.how["host_memory_limit_gib"] = limit / GIB
                 with counted() as taken:
                     held = me.weights_here() + me.states_bytes()
-                    assert (me.res._unhosted == 0) == (share >= 1) and (me.res._unhosted < held or share < 0.2)
+                    unhosted = me.res._memory.unhosted
+                    assert (unhosted == 0) == (share >= 1) and (unhosted < held or share < 0.2)
                     me.offload()
-                    assert me.weights_here() + me.states_bytes() == me.res._unhosted
+                    assert me.weights_here() + me.states_bytes() == unhosted
                     me.movable_names, me.movable = me.names_away(), me.res.away
                     for each in [each for each in calls if each[0] not in ("keep gradients", "keep", "make")]:
                         call(me, *each)
@@ -325,7 +325,7 @@ def written_after_a_fault(me):
     """Masters that were compared in a sleep that failed may have gone; they tell nothing of what was loaded since."""
     me.offload()
     me.reload()
-    with me.failing(Weights, "release", call=1):
+    with me.failing(WeightOffloader, "release", call=1):
         me.res.offload("params", "optimizer")
     assert me.res.away == {"optimizer"}  # unchanged, and so gone at once
     me.write()
@@ -461,7 +461,7 @@ def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper,
     """There may be no memory for both."""
     me, order = sleeper(), []
     me.res.offload("params")
-    for owner, names in ((StorageSlab, ("empty", "fill")), (states.OptimizerStates, ("end_offload", "reload"))):
+    for owner, names in ((StorageSlab, ("empty", "fill")), (state_offloader.StateOffloader, ("end_offload", "reload"))):
         for name in names:
             note(monkeypatch, order, owner, name, name)
     with me.only("params"):
@@ -472,8 +472,8 @@ def test_a_block_offloads_before_it_reloads_as_it_begins_and_as_it_ends(sleeper,
 def test_the_seconds_of_a_part_are_of_all_that_is_done_for_it(sleeper, monkeypatch):
     me = sleeper()
     for name in ("start_offload", "end_offload"):
-        act = getattr(states.OptimizerStates, name)
-        monkeypatch.setattr(states.OptimizerStates, name, lambda of, act=act: (time.sleep(0.1), act(of))[1])
+        act = getattr(state_offloader.StateOffloader, name)
+        monkeypatch.setattr(state_offloader.StateOffloader, name, lambda of, act=act: (time.sleep(0.1), act(of))[1])
     assert me.res.offload().seconds_by_part["optimizer"] >= 0.2
 
 
@@ -482,8 +482,8 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
     me, order = sleeper(), []
     me.res.offload()
     for owner, name in (
-        (type(me.res._states), "reload"),
-        (type(me.res._states), "finish_reload"),
+        (type(me.res._memory.states), "reload"),
+        (type(me.res._memory.states), "finish_reload"),
         (StorageSlab, "fill"),
     ):
         note(monkeypatch, order, owner, name, name)
@@ -495,18 +495,20 @@ def test_gradients_and_weights_get_their_memory_while_states_are_copied(sleeper,
 def test_after_a_step_states_are_copied_without_a_look_else_only_those_that_have_changed(sleeper, monkeypatch, write):
     """To sum over them before the first copy begins would take time for what is known."""
     me, looked = sleeper(), []
-    note(monkeypatch, looked, type(me.res._states._copies), "unchanged", "look")
+    note(monkeypatch, looked, state_offloader, "byte_sums", "look")
     me.res.offload()
     me.res.reload()
     me.train()
+    looked.clear()
     assert me.res.offload("optimizer").copied == 6 * me.weights_bytes
-    assert len(looked) == 1  # of the first sleep, before anybody could say
+    assert not looked
     me.res.reload()
     words = me.moment.view(torch.int32).view(-1)
     write(words)
     written = words.clone()
+    looked.clear()
     copied = me.res.offload("optimizer").copied
-    assert len(looked) == 2 and 0 < copied < 6 * me.weights_bytes
+    assert len(looked) == 1 and 0 < copied < 6 * me.weights_bytes
     me.res.reload()
     assert torch.equal(words, written)
     assert me.res.offload("optimizer").copied == 0
@@ -515,12 +517,12 @@ def test_after_a_step_states_are_copied_without_a_look_else_only_those_that_have
 @MASTERS
 def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(sleeper, monkeypatch, masters):
     """The driver takes a fifth of the copies' time. The host waits first until no copy reads the memory any more."""
-    monkeypatch.setattr(states, "RETURNED_BYTES", 1)
+    monkeypatch.setattr(state_offloader, "RETURNED_BYTES", 1)
     me = sleeper(experts=True, hidden=128, sequence=32, vocab=128, config=masters)
     packed, order = masters is PACKED, []
     for name in ("copy_out", "release", "await_released"):
         note(monkeypatch, order, me.transfers, name, name, with_slab=True)
-    monkeypatch.setattr(states, "return_to_driver", lambda device: order.append(("driver", me.gone())))
+    monkeypatch.setattr(state_offloader, "return_to_driver", lambda device: order.append(("driver", me.gone())))
     me.res.offload()
     first = order[:]
     me.res.reload()
@@ -565,7 +567,7 @@ def test_weights_begin_to_leave_before_states_and_what_decides_nothing_is_compar
     me, order = sleeper(), []
     note(monkeypatch, order, StorageSlab, "copy_out", "weights")
     note(monkeypatch, order, Rounding, "agrees", "compare")
-    note(monkeypatch, order, states.OptimizerStates, "start_offload", "states")
+    note(monkeypatch, order, state_offloader.StateOffloader, "start_offload", "states")
     me.res.offload()
     assert order == ["compare", "states"]  # masters tell the weights
     me.res.reload()
@@ -580,7 +582,7 @@ def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woke
     from bridge_fgo.memory.remainders import Remainders
 
     order = []
-    for owner, name in ((Remainders, "locate"), (Remainders, "encode"), (Weights, "reload")):
+    for owner, name in ((Remainders, "locate"), (Remainders, "encode"), (WeightOffloader, "reload")):
         note(monkeypatch, order, owner, name, name)
     me = sleeper(config=PACKED, early=True)
     me.res.offload("params")
@@ -628,10 +630,10 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
     me, order = sleeper(), []
     waken_alone(me)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        fail(patch, states.OptimizerStates, "start_offload", call=1, error=MemoryError)
-        note(patch, order, states.OptimizerStates, "start_offload", "states")
+        fail(patch, state_offloader.StateOffloader, "start_offload", call=1, error=MemoryError)
+        note(patch, order, state_offloader.StateOffloader, "start_offload", "states")
         note(patch, order, StorageSlab, "copy_out", "weights")
-        patch.setattr(residency, "wait_for_gpu", lambda device: order.append("wait"))
+        patch.setattr(local_moves, "wait_for_gpu", lambda device: order.append("wait"))
         me.res.offload("params", "optimizer")
     assert order == ["wait", "weights", "states", "wait"]
     assert not me.res.away
@@ -671,7 +673,7 @@ def test_after_a_move_that_failed_half_way_training_goes_on_and_the_next_copies_
     """Else a slab whose copy was started before the update would be offloaded with the old values."""
     owner, name, error, away, act = FAULTS[where]
     me = sleeper(config=masters, experts=True, **SEVERAL_SLABS)  # several buffers
-    assert len(me.res._states.engine.slabs) > MOST_IN_TRANSIT
+    assert len(me.res._memory.states.engine.slabs) > MOST_IN_TRANSIT
     me.keep("a set")
     me.train()
     me.offload(away, grads="keep")
@@ -690,7 +692,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me = sleeper(0)
     me.res.offload()
     with monkeypatch.context() as patch:
-        patch.setattr("bridge_fgo.bridge.residency.wait_for_gpu", lambda device: time.sleep(0.5))
+        patch.setattr("bridge_fgo.sleep.collective_moves.wait_for_gpu", lambda device: time.sleep(0.5))
         patch.setattr("bridge_fgo.memory.transfers.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0
@@ -715,19 +717,19 @@ def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a
 
     me.training.optimizer.step = sleep_first
     me.train()
-    assert refused and not res._backwards.pending
+    assert refused and not res._memory.backwards.pending
     res.offload("grads")  # the update is over
     res.reload()
     me.end()
 
     me = sleeper()
-    me.res._backwards.pending.add(id(me.ddp))
+    me.res._memory.backwards.pending.add(id(me.ddp))
     me.training.optimizer.zero_grad()  # those of shards; mcore leaves DDP's buffers
-    assert me.res._backwards.pending
+    assert me.res._memory.backwards.pending
     me.ddp.zero_grad_buffer()
     param = me.leaf.optimizer.param_groups[0]["params"][0]
     param.grad = torch.ones_like(param)
-    assert me.res.offload("grads").freed == sum(s.nbytes for s in me.res._gradients.slabs) + param.nbytes
+    assert me.res.offload("grads").freed == sum(s.nbytes for s in me.res._memory.gradients.slabs) + param.nbytes
     assert param.grad is None and me.gone() == {"grads"} == me.res.away
 
 

@@ -6,17 +6,18 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 from both import PACKED
 from cpu_training import CpuTraining
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from sleeping import KINDS, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge import activation_offload
-from bridge_fgo.bridge.session import Session, active_session
-from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.bridge.session import Session, active_session, attach
+from bridge_fgo.engines.lease import lease_of
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.sleep.states import STATES
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 
@@ -83,8 +84,8 @@ def trained(steps, run=passes, context_of=lambda training: contextlib.nullcontex
     with CpuTraining(options(**changes)) as training:
         context = context_of(training)
         seen = [step(training, run, context) for _ in range(steps)]
-        for res in [vars(leaf)[STATES] for leaf in training.optimizer.chained_optimizers if STATES in vars(leaf)]:
-            res.reload()
+        for lease in filter(None, map(lease_of, training.optimizer.chained_optimizers)):
+            lease.engine.require_writable()
         for ddp in training.model if training.options.distributed else ():
             ddp.start_param_sync(force_sync=True)
         return seen, training.digests()
@@ -150,10 +151,11 @@ def test_a_loop_of_ones_own_has_short_pieces_and_the_waits_that_activation_offlo
         assert not activation_offload._are_added
         with res.training_step():
             assert activation_offload._are_added and not limits
-        states, offloads = res._states, SimpleNamespace(fine_grained_activation_offloading=True)
-        assert states.meter.of_intervals == ALLOCATED
-        Session(None, offloads, replace(WHOLE, gpu_memory_budget_gib="auto"), owner=states)
-        assert states.meter.of_intervals == ACTIVE, "what is copied out has its memory still"
+        lease, offloads = res._memory.states.lease, SimpleNamespace(fine_grained_activation_offloading=True)
+        assert lease.meter.of_intervals == ALLOCATED
+        lease.settings = replace(WHOLE, gpu_memory_budget_gib="auto")
+        Session(lease, offloads)
+        assert lease.meter.of_intervals == ACTIVE, "what is copied out has its memory still"
         assert limits == [activation_offload.PIECE_BYTES]
         assert "the waits that mcore's copies of activations lack are added" in capsys.readouterr().out
 
@@ -187,7 +189,7 @@ def test_training_steps_and_sleeps_alternate_and_change_no_bit_nor_does_a_step_i
     stats = bridge_fgo.stats()
     assert stats is not None and stats.steps == 5 and stats.released_bytes == stats.offloaded_bytes > 0
     res.close()
-    assert attachment_of(me.leaf) is None and STATES not in vars(me.leaf) and training.live_state_bytes() > 0
+    assert lease_of(me.leaf) is None and training.live_state_bytes() > 0
     assert (seen, training.digests()) == expected
 
 
@@ -240,6 +242,24 @@ def test_what_cannot_drive_a_step_and_settings_that_would_not_count_are_refused_
         me.train()
 
 
+@pytest.mark.parametrize("flag", [None, WHOLE])
+def test_an_optimizer_that_has_a_residency_is_refused_to_another_one_and_to_a_training(sleeper, flag):
+    me = sleeper(0, flag=flag)
+    optimizer, chain, another = me.training.optimizer, ChainedOptimizer([me.leaf]), torch.nn.Linear(3, 2)
+
+    def both_are_refused():
+        with pytest.raises(ValueError, match=r"the optimizer has a Residency already.*close\(\) that one first"):
+            bridge_fgo.Residency(torch.nn.Linear(3, 2), optimizer)
+        with pytest.raises(ValueError, match=r"the optimizer has a Residency already.*close\(\) that one first"):
+            attach(chain, me.ddp.config, WHOLE, me.training.model)
+
+    with contextlib.closing(me.res):
+        both_are_refused()
+    with contextlib.closing(bridge_fgo.Residency(another, optimizer)):
+        both_are_refused()
+    me.train()
+
+
 OTHER = {
     "moments": False, "master_weights": False, "master_remainders": True, "fraction": 0.5, "slab_bytes": 2**21,
     "piece_bytes": 2**20, "pin_memory": False, "gpu_memory_budget_gib": 1.0, "gradients": "lazy", "measure": True,
@@ -282,9 +302,9 @@ def test_settings_given_to_install_count_without_a_config_or_are_refused_by_name
                 bridge_fgo.Residency(model, optimizer)
         else:
             with contextlib.closing(bridge_fgo.Residency(model, optimizer)) as res:
-                (states,) = {vars(leaf)[STATES] for leaf in optimizer.chained_optimizers}
+                (lease,) = {lease_of(leaf) for leaf in optimizer.chained_optimizers}
                 in_force = replace(given, engine="native", master_remainders=name == "master_remainders")
-                assert states.engine.config == in_force
+                assert lease.engine.config == lease.settings == in_force
                 res.offload("optimizer")
         with bridge_fgo.Residency(model, optimizer, bridge_fgo.OffloadConfig()).asleep():
             pass  # a config of its own is what counts

@@ -47,7 +47,8 @@ def test_of_a_frozen_base_nothing_crosses_and_a_choice_keeps_no_host_memory_for_
     me = sleeper(frozen=True)
     me.keep("all")
     me.keep("adapters", where=trained)
-    hosts = {name: sum(h.tensor.numel() for h in kept.hosts.values()) for name, kept in me.res._sets.by_name.items()}
+    sets = me.res._sets.by_name
+    hosts = {name: sum(h.tensor.numel() for h in kept.hosts.values()) for name, kept in sets.items()}
     assert hosts["adapters"] == me.weights_bytes < hosts["all"]
     me.train()
     for name in hosts:
@@ -157,7 +158,7 @@ def test_a_limit_of_host_memory_counts_what_is_kept_and_what_is_dropped_makes_ro
 def test_ranks_of_a_buffer_that_differ_in_what_is_away_or_kept_are_refused_before_any_gathers(sleeper, monkeypatch):
     me = sleeper()
     me.res.keep("ref")
-    slab = me.res._weights.slabs[0]
+    slab = me.res._memory.weights.slabs[0]
     slab.place = (0, 0)
     for other in ((True, True), (False, False)):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="some ranks alone have parameters"):

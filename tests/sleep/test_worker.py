@@ -43,19 +43,20 @@ def llamas(cpu_standins, tmp_path_factory):
 
 @contextlib.contextmanager
 def a_rank(store, rank=0, ranks=1):
-    """Give a function that returns the page's worker; a resident one, where its Residency is to do nothing."""
+    """Give a function that returns a worker of the page; a resident one, where its Residency is to do nothing."""
     from megatron.bridge.training.initialize import destroy_global_state
 
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
 
-    def make(is_resident=False):
+    def make(is_resident=False, kind="Worker"):
         destroy_global_state()
         torch.manual_seed(0)
-        (source,) = re.findall(r"```python\n(.*?\nclass Worker:.*?)```", PAGE.read_text(), re.DOTALL)
-        exec(source, names := {})
+        names = {}
+        for source in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+            exec(source, names)
         if is_resident:
             names["bridge_fgo"] = MagicMock()
-        return names["Worker"]()
+        return names[kind]()
 
     yield make
     destroy_global_state()
@@ -153,6 +154,41 @@ def assert_lives_are_equal(make, llamas, folder, set_attribute, with_lora, **spl
 @pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "lora"])
 def test_the_pages_worker_lives_asleep_as_one_that_never_sleeps(printed, llamas, tmp_path, monkeypatch, with_lora):
     assert_lives_are_equal(printed, llamas, tmp_path, monkeypatch.setattr, with_lora)
+
+
+def states(worker):
+    """Return masters, moments and counts of steps, as `exact`."""
+    worker.onload()
+    adams = [leaf.optimizer for leaf in worker.optimizer.chained_optimizers]
+    pairs = [(adam, group) for adam in adams for group in adam.param_groups]
+    return exact([[group.get("step"), *([p, adam.state[p]] for p in group["params"])] for adam, group in pairs])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_the_pages_adapters_that_take_turns_train_as_each_would_alone(printed, llamas, monkeypatch, packed):
+    from megatron.bridge.peft import utils
+
+    monkeypatch.setattr(utils, "HAVE_TE", False)
+    install = functools.partial(bridge_fgo.install, bridge_fgo.OffloadConfig(master_remainders=packed))
+    monkeypatch.setattr(bridge_fgo, "install", install)
+    turns = [("a", (0, 1)), ("b", (2, 3, 4)), ("a", (5,)), ("a", (6,)), ("c", (7,)), ("b", (8,)), ("a", (9,))]
+    alone = {}
+    for name in "abc":
+        worker = printed(is_resident=True)
+        worker.init_model(llamas[0], adapters(), lr=1e-2, **PLAIN)
+        alone[name] = [trained(worker, steps) for other, steps in turns if other == name], states(worker)
+    worker = printed(kind="AdapterWorker")
+    worker.init_model(llamas[0], adapters(), lr=1e-2, **PLAIN)
+    seen = {name: [] for name in "abc"}
+    for name, steps in turns:
+        worker.use_adapter(name)
+        worker.offload()
+        seen[name].append(trained(worker, steps))
+    for name, (parts, end) in alone.items():
+        worker.use_adapter(name)
+        assert seen[name] == parts and states(worker) == end
+    assert len({str(end) for _, end in alone.values()}) == 3
+    worker.res.close()
 
 
 def lives_of_a_rank(rank, job, llamas, split):

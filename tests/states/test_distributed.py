@@ -9,7 +9,7 @@ from fake_optimizer import make_distributed_optimizer, step, with_model
 from fake_training import masters_of, weights_of
 from fused_adam import PrecisionAwareAdam
 
-from bridge_fgo.memory.state import State
+from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
 from bridge_fgo.states.masters import MasterCopy
 

@@ -165,7 +165,7 @@ def test_what_a_limit_of_host_memory_keeps_on_the_gpu_is_what_residency_keeps(ki
             res = bridge_fgo.Residency(training.model, training.optimizer, host_memory_limit_gib=limit)
             asleep = res.offload()
             assert asleep.freed == stage.params + stage.grads + stage.optimizer
-            assert res._unhosted == stage.unhosted == stage.stays
+            assert res._memory.unhosted == stage.unhosted == stage.stays
             res.close()
             stayed.add(stage.unhosted)
         assert len(stayed) > 3 and min(stayed) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.state import Bundle, Home, State, WeightShard, local
+from bridge_fgo.memory.state_tensor import Bundle, Home, State, WeightShard, local
 from bridge_fgo.states.source import Source
 
 MXFP8_BYTES = 2 * (1 + 1 / 32)

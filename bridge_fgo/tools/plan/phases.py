@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from bridge_fgo.bridge.refusals import is_layer_wise
-from bridge_fgo.sleep.states import DEFAULTS
-from bridge_fgo.sleep.weights import fitting
+from bridge_fgo.sleep.host_budget import fitting
+from bridge_fgo.sleep.state_offloader import DEFAULTS
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.plan.estimate import Estimate, StageEstimate
 from bridge_fgo.tools.plan.report import gigabytes, print_lines

@@ -13,7 +13,7 @@ from bridge_fgo.config import STRATEGIES, OffloadConfig
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.layout import PartBytes, PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.state import Bundle, State
+from bridge_fgo.memory.state_tensor import Bundle, State
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.engines.engine import attachment_of
+from bridge_fgo.engines.lease import attachment_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.states.fsdp import is_fsdp

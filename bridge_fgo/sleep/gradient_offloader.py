@@ -1,4 +1,4 @@
-"""Gradients: dropped and zeroed on reload, or kept by a copy; and whether a backward has run since the last update."""
+"""Gradients: dropped and zeroed on reload, or copied; and whether a backward has run since the last update."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.moved import Kind, map_hosts
 
-COMES_BY = "Residency.reload('grads')"
+RELOADED_BY = "Residency.reload('grads')"
 
 
-class Gradients:
-    """The gradient memory of mcore's `_ParamAndGradBuffer`s, emptied and filled in place.
+class GradientOffloader:
+    """Empties and fills the gradient memory of mcore's `_ParamAndGradBuffer`s in place.
 
-    That is the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
+    These are the buffers that every `main_grad` and bucket is a view of, and the fp32 tensors of
     `param_name_patterns_for_fp32_local_accumulation`. `names` (of parameters, by their `id`) are for messages.
 
-    While training manages the gradients of a buffer (`OffloadConfig.gradients`), its buckets sleep in its place: they
+    If training manages the gradients of a buffer (`OffloadConfig.gradients`), its buckets are offloaded instead: they
     become zeros without memory, which nothing reloads, or are kept by the copies that training makes.
     """
 
@@ -31,19 +31,17 @@ class Gradients:
 
     def __init__(self, buffers: Sequence[Any], names: Mapping[int, str]) -> None:
         self._extras = [
-            StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", COMES_BY)
+            StorageSlab(extra, f"DDP buffer {i}'s fp32 gradients", RELOADED_BY)
             for i, buffer in enumerate(buffers)
             for extra in buffer.extra_main_grads
         ]
         self._buffers, self._names = buffers, names
-        self._of_buffers: dict[int, StorageSlab] = {}
-        """By the place of the buffer; made once training does not manage it."""
-        self.is_kept = False
-        """Whether `reload` copies them back from the host."""
+        self._of_buffers: dict[int, StorageSlab] = {}  # by the place of the buffer, once training does not manage it
+        self.is_kept = False  # whether `reload` copies them back from the host
 
     @property
     def slabs(self) -> list[StorageSlab]:
-        """The storages, but of buffers that training manages."""
+        """The storages, without those of buffers that training manages."""
         own = [(i, buffer) for i, buffer in enumerate(self._buffers) if not buckets_of(buffer)]
         for i, buffer in own:
             if i not in self._of_buffers:
@@ -53,7 +51,7 @@ class Gradients:
     def _slab_of(self, i: int, buffer: Any) -> StorageSlab:
         named = [(f"the gradient of parameter {self._names.get(id(p), '')!r}", p.main_grad) for p in buffer.params]
         named += [("a bucket of gradients", bucket.grad_data) for bucket in buffer.buckets]
-        return StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", COMES_BY, named=named)
+        return StorageSlab(buffer.grad_data, f"DDP buffer {i}'s gradient buffer", RELOADED_BY, named=named)
 
     @property
     def buckets(self) -> list[GradientBucket]:
@@ -77,7 +75,7 @@ class Gradients:
         return sum(slab.unmapped_bytes for slab in self.slabs) + sum(bucket.nbytes for bucket in buckets)
 
     def map_hosts(self) -> list[HostBuffer]:
-        """Map the host memory that it takes to keep them; return what is new, to be page-locked."""
+        """Map the host memory for their copies; return what is new, to be page-locked."""
         full = [bucket for bucket in self.buckets if bucket.state is BucketState.HERE]
         return map_hosts(self.slabs) + [host for bucket in full for host in bucket.map_host()]
 
@@ -100,7 +98,8 @@ class Gradients:
                 bucket.zero()
             elif bucket.state is BucketState.OFFLOADING:
                 bucket.release()
-            bucket.asleep = COMES_BY
+            bucket.guard_views()
+            bucket.asleep = RELOADED_BY
         return freed
 
     def reload(self) -> tuple[int, int]:
@@ -140,21 +139,17 @@ class Gradients:
         for slab in self.slabs:
             slab.close()
         for bucket in self.buckets:
-            if not bucket.moves:  # in training it has no use for its host memory
+            if not bucket.moves:  # training does not use its host memory
                 bucket.close_host()
 
 
 class Backwards:
-    """Notes, by hooks on mcore's DDP models, whether a backward has run since gradients were last used or zeroed.
-
-    The contents cannot tell: gradients of a finished update are as large as those of the next one.
-    """
+    """Notes, by hooks on mcore's DDP models, whether a backward has run since gradients were last used or zeroed."""
 
     def __init__(self, ddps: Iterable[Any]) -> None:
-        self.pending: set[int] = set()
-        """The `id`s of models whose gradients no update has used yet."""
-        # DDP keeps these nodes, which accumulate gradients, alive. Their hooks run for every kind of gradient, also
-        # where the weight's matrix product accumulates it.
+        self.pending: set[int] = set()  # the `id`s of models whose gradients no update has used yet
+        # DDP keeps these nodes, which accumulate gradients, alive. Their hooks run for every kind of gradient, even if
+        # the weight's matrix product accumulates it.
         self._handles = [node.register_hook(self._noting(id(ddp))) for ddp in ddps for node in ddp.grad_accs]
 
     def _noting(self, of: int) -> Any:
@@ -165,7 +160,7 @@ class Backwards:
         self.pending.discard(id(ddp))
 
     def used(self) -> None:
-        """Note that an update is over, and nobody needs the gradients."""
+        """Note that an update is over, and nothing needs the gradients."""
         self.pending.clear()
 
     def close(self) -> None:
@@ -177,8 +172,8 @@ class Backwards:
 def drop_shard_gradients(inner: torch.optim.Optimizer) -> int:
     """Set `.grad` and `decoupled_grad` of an inner optimizer's parameters to None; return the bytes that this frees.
 
-    mcore keeps them until the next `zero_grad`: fp32 copies of this rank's shard where DDP reduces in 16 bits, else
-    views of DDP's buffer, which hold no memory of their own.
+    mcore keeps them until the next `zero_grad`: fp32 copies of this rank's shard if DDP reduces in 16 bits, else views
+    of DDP's buffer, which hold no memory of their own.
     """
     freed = 0
     for param in (param for group in inner.param_groups for param in group["params"]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, override
+from typing import Any, NamedTuple, override
 
 import torch
 
@@ -21,55 +21,25 @@ from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, retu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
 from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
-from bridge_fgo.sleep.states import OptimizerStates
+from bridge_fgo.sleep.state_offloader import StateOffloader
 
-COMES_BY = "Residency.reload('params')"
+RELOADED_BY = "Residency.reload('params')"
 
-NamedParam = tuple[str, torch.nn.Parameter]
-"""A parameter, as `named_parameters` of its model chunk has it."""
+NamedParam = tuple[str, torch.nn.Parameter]  # as `named_parameters` of its model chunk has it
 
 Where = Callable[[str, torch.nn.Parameter], bool]
 """Whether a parameter is to move, by its name and what can be read while it is away: shape, dtype, `requires_grad`."""
 
-Sums = tuple[int, ...]
-"""The sums over the bytes of each range that a slab copies."""
+Sums = tuple[int, ...]  # the sums over the bytes of each range that a slab copies
 
 
 class HostParam(NamedTuple):
     """A parameter whose memory is away, as the host has it: this rank's shard, or all of it."""
 
-    name: str
-    """As `named_parameters` of its model chunk has it."""
-    param: torch.nn.Parameter
-    """Its shape and dtype may be read."""
-    first: int
-    """The place in the flat parameter at which `values` begin."""
-    values: torch.Tensor
-    """On the host, [n], of the parameter's dtype."""
-
-
-class Sized(Protocol):
-    """Something that an offload moves."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of GPU memory."""
-        ...
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for the copies."""
-        ...
-
-
-def fitting[T: Sized](groups: Iterable[T], host_bytes: float) -> list[T]:
-    """Return the groups that have room in so much host memory; first those that free most of the GPU's for it."""
-    found = []
-    for group in sorted(groups, key=lambda group: group.host_bytes / max(1, group.nbytes)):
-        if group.host_bytes <= host_bytes:
-            host_bytes -= group.host_bytes
-            found.append(group)
-    return found
+    name: str  # as `named_parameters` of its model chunk has it
+    param: torch.nn.Parameter  # its shape and dtype may be read
+    first: int  # the place in the flat parameter at which `values` begin
+    values: torch.Tensor  # on the host, [n], of the parameter's dtype
 
 
 class WeightSlab(StorageSlab):
@@ -79,8 +49,7 @@ class WeightSlab(StorageSlab):
         tensor, name, ranges, named: as for `StorageSlab`; the ranges are what this rank copies.
         gather: all-gathers what this rank does not copy; a collective.
         params: the parameters that lie there.
-        place: the same for this slab on every rank that `gather` takes part on, and on those for no other; None where
-            none but this one does.
+        place: the same on all ranks of the gather, and for no other slab of theirs; None if this rank gathers alone.
     """
 
     kind: Kind = "params"
@@ -95,19 +64,14 @@ class WeightSlab(StorageSlab):
         params: Sequence[NamedParam] = (),
         place: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(tensor, name, COMES_BY, ranges, named)
+        super().__init__(tensor, name, RELOADED_BY, ranges, named)
         self.gather, self.params, self.place = gather, params, place
-        self.rounding: Rounding | None = None
-        """The masters that round to them; None where there are none."""
+        self.rounding: Rounding | None = None  # the masters that round to them, if there are any
         self.columnwise = ColumnwiseCopies(param for _, param in params)
-        self.is_rounded = False
-        """Whether masters, as they were offloaded or are here, round to exactly these weights."""
-        self.rounded_sums: Sums | None = None
-        """The weights' sums when those masters were offloaded before the weights; None where they were not."""
-        self.is_on_host = False
-        """Whether the host has a copy of the weights that are away."""
-        self.holds_another = False
-        """Whether a kept set's weights (`sleep.weight_sets`) are in its memory, and its own are away."""
+        self.is_rounded = False  # whether masters, as they were offloaded or are here, round to exactly these weights
+        self.rounded_sums: Sums | None = None  # of the weights, if their masters were offloaded before them
+        self.is_on_host = False  # whether the host has a copy of the weights that are away
+        self.holds_another = False  # whether weights of a kept set are in its memory, and its own are away
         let_go_for(self)
 
     @property
@@ -121,11 +85,7 @@ class WeightSlab(StorageSlab):
         return self.copied_nbytes if self.folder is None else 0
 
     def matches(self, where: Where) -> bool:
-        """Return whether a predicate holds for its parameters.
-
-        Raises:
-            ValueError: it holds for some of them.
-        """
+        """Return whether a predicate holds for its parameters; ValueError if it holds for some of them."""
         with torch._C._EnableTorchFunction():  # whose guards refuse to read what is away
             answers = {bool(where(name, param)): name for name, param in self.params}
         if len(answers) > 1:
@@ -136,7 +96,7 @@ class WeightSlab(StorageSlab):
         return True in answers
 
     def forget_masters(self) -> None:
-        """Trust no masters until they are compared with the weights again."""
+        """Trust no masters before they are compared with the weights again."""
         self.rounded_sums, self.is_rounded = None, False
 
     def trust_masters_of(self, sums: Sums) -> None:
@@ -170,7 +130,7 @@ def sums_of(slabs: Iterable[WeightSlab]) -> dict[WeightSlab, Sums]:
     return {slab: tuple(next(sums) for _ in slab.ranges) for slab in slabs}
 
 
-class Weights:
+class WeightOffloader:
     """Moves the weights of model chunks.
 
     Args:
@@ -193,29 +153,27 @@ class Weights:
     ) -> None:
         digest_kernel(device)  # compiled before the first sleep
         self._chunks, self._device = chunks, device
-        self._states: OptimizerStates | None = None
+        self._states: StateOffloader | None = None
         with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         self._of_buffers = {buffer_slab(buffer, i, names): buffer for i, buffer in with_weights}
+        # for each parameter of DDP's buffers its `id`, and the `_cdata` of its storage
         self._in_buffers = {
             id(param): buffer.param_data.untyped_storage()._cdata
             for _, buffer in with_weights
             for param in buffer.params
         }
-        """For each parameter of DDP's buffers its `id`, and the `_cdata` of its storage."""
         self._others = self._make_others()
-        self.slabs = [*self._of_buffers, *self._others]
-        """Those that move."""
+        self.slabs = [*self._of_buffers, *self._others]  # those that move
+        # those that packed masters need on the GPU to move: DDP's buffers, on all ranks alike
         self.read_by_masters: list[WeightSlab] = []
-        """The slabs that have to be on the GPU to move packed masters: DDP's buffers on all ranks alike."""
-        self._staying: list[WeightSlab] = []
-        """The slabs that never move, as there is no host memory for them."""
+        self._staying: list[WeightSlab] = []  # those that never move, as there is no host memory for them
         self._beside = SideStream(device)
-        self.masters_come = False  # whether masters are coming back, and nobody can write them yet
+        self.is_reloading_masters = False  # whether masters are being reloaded, so that nothing can write them yet
+        # whether parameters were reloaded without their masters: then a copy of the shard is cheapest
         self._wakes_alone = False
-        """Whether parameters were reloaded without their masters: then a copy of the shard is cheapest."""
 
     def keep_in_files(self, folder: Path, all_are_frozen: bool) -> int:
-        """Have frozen parameters be copied to files of a folder, where they are not page-locked; return their bytes.
+        """Copy frozen parameters to files of a folder from now on, without page-locking; return their bytes.
 
         all_are_frozen: whether no optimizer updates those outside of DDP's buffers.
         """
@@ -226,7 +184,7 @@ class Weights:
         return sum(slab.nbytes for slab in frozen)
 
     def keep_here(self, slabs: Sequence[WeightSlab]) -> None:
-        """Have slabs stay on the GPU for good."""
+        """Keep slabs on the GPU for good."""
         staying = set(slabs)
         self._staying, self.slabs = [*slabs], [slab for slab in self.slabs if slab not in staying]
 
@@ -241,7 +199,7 @@ class Weights:
 
     @property
     def trained(self) -> set[WeightSlab]:
-        """DDP's buffers, also where all their parameters were frozen since, and others with a parameter that trains."""
+        """DDP's buffers, even if all their parameters were frozen since, and others with a parameter that trains."""
         return {*self._of_buffers, *(s for s in self._others if any(param.requires_grad for _, param in s.params))}
 
     @property
@@ -249,8 +207,8 @@ class Weights:
         """Bytes that stay on the GPU for good."""
         return sum(slab.nbytes for slab in self._staying)
 
-    def round_from(self, states: OptimizerStates) -> None:
-        """Round weights from an optimizer's masters from now on, and not copy them, where these round to them."""
+    def round_from(self, states: StateOffloader) -> None:
+        """Recompute weights from masters that round to them from now on, instead of copying them."""
         self._states = states
         states.engine.traffic.touches.before_writes.append(self.masters_may_change)
         for slab, buffer in self._of_buffers.items():
@@ -294,10 +252,9 @@ class Weights:
         return [slab for slab in self.slabs if slab.is_here]
 
     def require_known(self) -> None:
-        """Raise RuntimeError where the model has a parameter that would not be offloaded with the others.
+        """Raise RuntimeError if the model has a parameter that would not be offloaded with the others.
 
-        Raises:
-            ValueError: a parameter was taken out of DDP's buffer.
+        ValueError if one was taken out of DDP's buffer.
         """
         known = {slab.storage._cdata for slab in self._every}
         for name, storage, _ in self._outside_of_buffers():
@@ -308,14 +265,14 @@ class Weights:
                 )
 
     def masters_may_change(self) -> None:
-        """Trust no masters from now on: somebody is about to get them, who may write them, as a load does."""
-        if not self.masters_come:
+        """Trust no masters from now on: they are about to be reloaded, and may be written, as a load does."""
+        if not self.is_reloading_masters:
             for slab in self.slabs:
                 self._forget_masters(slab)
 
-    def masters_came(self, tally: Tally) -> None:
-        """End `masters_come`: masters that are here may change."""
-        self.masters_come = False
+    def masters_reloaded(self, tally: Tally) -> None:
+        """End `is_reloading_masters`: masters that are on the GPU may change."""
+        self.is_reloading_masters = False
         for slab in self.slabs:
             is_at_risk = slab.rounding is not None and slab.rounding.any_master_is_here()
             if is_at_risk and (copied := self._forget_masters(slab)):
@@ -324,7 +281,7 @@ class Weights:
     def _forget_masters(self, slab: WeightSlab) -> int:
         """Trust a slab's masters no more; return the bytes that crossed the link.
 
-        What they round to weights that are away is kept on the host first: awake, a load of masters writes no weight.
+        Weights that are away are rounded from them to the host first: a later load of masters writes no weight.
         """
         copied = 0
         if slab.is_rounded and (slab.is_away or slab.holds_another) and not slab.is_on_host:
@@ -339,8 +296,8 @@ class Weights:
     def start_offload(self, slabs: Sequence[WeightSlab], with_masters: bool, tally: Tally) -> None:
         """Start the copies of what masters do not round to and the host lacks, and note what masters round to.
 
-        Masters are still here, and the GPU is idle. The copies go on afterwards: until `release` nobody may write the
-        weights. `with_masters`: whether the optimizer's states are offloaded too.
+        Masters are still on the GPU, and the GPU is idle. The copies go on afterwards: until `release` nothing may
+        write the weights. `with_masters`: whether the optimizer's states are offloaded too.
         """
         if self._wakes_alone:  # everything is copied, whatever masters say: they are compared meanwhile
             self._copy_out(slabs, tally)
@@ -350,10 +307,10 @@ class Weights:
             self._copy_out(slabs, tally)
 
     def _compare_with_masters(self, slabs: Sequence[WeightSlab], with_masters: bool) -> None:
-        """Compare masters that are here with their weights, where they are offloaded; the host waits once.
+        """Compare masters that are about to be offloaded with their weights; the host waits once.
 
-        Where weights stay, note their sums: they may change until they follow. Masters that stay as their weights are
-        offloaded tell nothing: they may be written.
+        Note the sums of weights that stay: they may change until they follow. Masters that stay while their weights
+        are offloaded tell nothing: they may be written.
         """
         compared = {
             slab: slab.rounding for slab in self.here if slab.rounding is not None and slab.rounding.masters_are_here()
@@ -403,7 +360,7 @@ class Weights:
         here = [slab for slab in slabs if slab.is_here]
         if not here:
             return 0
-        self._beside.synchronize()  # Race: their copies would read what is another's, or the driver's.
+        self._beside.synchronize()  # Race: their copies would read memory of another tensor, or of the driver.
         for slab in here:
             slab.columnwise.drop()
         return sum(slab.empty() for slab in here)
@@ -411,10 +368,10 @@ class Weights:
     # Reload.
 
     def reload(self, asked: Sequence[WeightSlab], tally: Tally, first: Callable[[], None] = lambda: None) -> None:
-        """Reload the weights that are away, but for columnwise copies; a collective, also where none are away.
+        """Reload the weights that are away, but for columnwise copies; a collective, even if none are away.
 
-        asked: the slabs. Every rank that a slab has asks for it.
-        first: is called before. Where it fails on one rank, all raise: they would wait for that rank in the all-gather.
+        asked: the slabs. Every rank that has a slab asks for it.
+        first: is called before. If it fails on one rank, all raise: they would wait for that rank in the all-gather.
         """
         slabs = [slab for slab in asked if slab.is_away]
 
@@ -422,17 +379,17 @@ class Weights:
             first()
             with tally.part("params"):
                 _require_ours(slabs)
-                for slab in slabs:  # zeroed: nobody copies the gaps between parameters
+                for slab in slabs:  # zeroed: nothing copies the gaps between parameters
                     tally.moved.freed -= slab.fill(zeroed=True)
                 tally.copy("params", self._write(slabs))
 
-        # Nobody may take half-written weights for weights. Masters and the host's copies have not changed.
+        # Half-written weights must not be taken for weights. Masters and the host's copies have not changed.
         with undo_on_error(lambda: wait_for_gpu(self._device), *(slab.empty for slab in slabs)):
             on_every_rank(fill_and_write)
         for slab in slabs:
             slab.forget_masters()
             slab.is_on_host = False
-        for slab in asked:  # where this rank's weights had stayed, another's may not have
+        for slab in asked:  # this rank's weights may have stayed, and another's not
             slab.gather()
 
     def make_columnwise(self) -> None:
@@ -460,14 +417,7 @@ class Weights:
     # On the host.
 
     def on_host(self) -> list[HostParam]:
-        """Return what the host has of all parameters; what masters round to is rounded there first.
-
-        Those that are on the GPU, as others are away, are copied.
-
-        Raises:
-            RuntimeError: all parameters are on the GPU, or something else has offloaded them.
-            ValueError: a parameter is of a class with several tensors inside (FP8).
-        """
+        """Return all parameters on the host, rounded there from masters or copied; raise as `Residency.host_params`."""
         away = [slab for slab in self.slabs if slab.is_away]
         if not away:
             raise RuntimeError("host_params() while parameters are on the GPU: read them there, or offload('params')")
@@ -522,51 +472,36 @@ def _require_ours(slabs: Sequence[WeightSlab]) -> None:
 
 
 def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
-    """Return the slab of a parameter buffer, of which this rank copies its own shard.
+    """Return the slab of mcore's `i`th parameter buffer; this rank copies its own shard of each bucket.
 
-    Each rank of the buffer's group owns a shard of each bucket. Between an optimizer step and the all-gather that
-    follows only this shard is current.
-
-    Args:
-        buffer: mcore's, with parameters.
-        i: its place among the buffers of the model.
-        names: of parameters, by their `id`.
+    Between an optimizer step and the all-gather that follows only this shard is current. `names` has those of
+    parameters, by their `id`.
     """
     ranks = buffer.data_parallel_group
-    ranges = own_ranges(buffer, ranks.size(), ranks.rank())
-    place = (i, torch.distributed.get_global_rank(ranks, 0)) if ranks.size() > 1 else None
+    size, rank = ranks.size(), ranks.rank()
+    place = (i, torch.distributed.get_global_rank(ranks, 0)) if size > 1 else None
     name = f"DDP buffer {i}'s parameter buffer"
 
     def gather() -> None:
-        for bucket in buffer.buckets if ranks.size() > 1 else ():
-            # Not by `start_param_sync`: mcore's notes of which gathers are due stay as they were.
-            own = bucket.param_data.chunk(ranks.size())[ranks.rank()]
-            torch.distributed.all_gather_into_tensor(bucket.param_data, own, group=ranks)
+        for bucket in buffer.buckets if size > 1 else ():
+            # Not by `start_param_sync`: mcore's record of which gathers are due stays as it was.
+            data = bucket.param_data
+            torch.distributed.all_gather_into_tensor(data, data.chunk(size)[rank], group=ranks)
 
     params = [(names.get(id(param), ""), param) for param in buffer.params]
     # Of quantized parameters the objects around what the buffer holds.
     named: list[Named] = [(f"parameter {name!r}", param) for name, param in params]
     named += [("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets]
+    ranges = _ranges_of([bucket.param_data.chunk(size)[rank] for bucket in buffer.buckets])
     return WeightSlab(buffer.param_data, name, ranges, named, gather, params, place)
 
 
-def own_ranges(buffer: Any, ranks: int, rank: int) -> list[Range]:
-    """Return the byte ranges of a rank's shard of each bucket in the storage of the parameter buffer, in order."""
-    ranges = []
-    for bucket in buffer.buckets:
-        data = bucket.param_data
-        size = data.numel() // ranks * data.element_size()
-        first = data.storage_offset() * data.element_size() + rank * size
-        ranges.append((first, first + size))
-    return joined(ranges)
-
-
-def joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges in order, adjacent ones as one, since one copy moves them."""
+def _ranges_of(shards: Iterable[torch.Tensor]) -> list[Range]:
+    """Return the byte ranges of tensors in their storage in order, adjacent ones as one, since one copy moves them."""
     result: list[Range] = []
-    for start, end in sorted(ranges):
+    for start, nbytes in sorted((int(each.storage_offset()) * each.itemsize, each.nbytes) for each in shards):
         if result and result[-1][1] == start:
-            result[-1] = (result[-1][0], end)
-        elif end > start:
-            result.append((start, end))
+            result[-1] = (result[-1][0], start + nbytes)
+        elif nbytes:
+            result.append((start, start + nbytes))
     return result

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_fgo.memory import driver
+from bridge_fgo.memory import cuda_driver
 
 
 class Refuses:
@@ -21,17 +21,19 @@ class Refuses:
 
 KERNEL, EVENT = ("cuModuleGetFunction",), ("cuEventCreate", "cuEventDestroy_v2")
 CALLS = {
-    "copy": ((), lambda: driver.Copier(to_gpu=False).copy(1, 2, 3, 0)),
-    "make a stream": ((), driver.Stream),
-    "make an event": ((), driver.Event),
-    "find k": ((), lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32)),
+    "copy": ((), lambda: cuda_driver.Copier(to_gpu=False).copy(1, 2, 3, 0)),
+    "make a stream": ((), cuda_driver.Stream),
+    "make an event": ((), cuda_driver.Event),
+    "find k": ((), lambda: cuda_driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32)),
     "launch": (
         KERNEL,
-        lambda: driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(driver.make_grid(1, 1), 0, 5),
+        lambda: cuda_driver.Kernel(SimpleNamespace(handle=1), "k", [1, 2], 32).launch(
+            cuda_driver.make_grid(1, 1), 0, 5
+        ),
     ),
-    "query": (EVENT, lambda: driver.Event().has_happened()),
-    "record": (EVENT, lambda: driver.Event().record(0)),
-    "wait": (EVENT, lambda: driver.Event().block(0)),
+    "query": (EVENT, lambda: cuda_driver.Event().has_happened()),
+    "record": (EVENT, lambda: cuda_driver.Event().record(0)),
+    "wait": (EVENT, lambda: cuda_driver.Event().block(0)),
 }
 """By what the error says: the driver's functions that succeed, and a call that needs one that fails."""
 
@@ -40,7 +42,7 @@ CALLS = {
 def test_what_the_driver_refuses_is_an_error(monkeypatch, what):
     works, call = CALLS[what]
     library = Refuses(*works)
-    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: library)
     with pytest.raises(RuntimeError, match=rf"refused to {what}.*719"):
         call()
 
@@ -49,9 +51,9 @@ def test_a_stream_is_destroyed_with_its_owner_but_not_at_exit(monkeypatch):
     # The context may be gone by then.
     destroyed, made, finalize = [], [], weakref.finalize
     library = SimpleNamespace(cuStreamCreate=lambda stream, flags: 0, cuStreamDestroy_v2=destroyed.append)
-    monkeypatch.setattr(driver, "_library", lambda: library)
+    monkeypatch.setattr(cuda_driver, "_library", lambda: library)
     monkeypatch.setattr(weakref, "finalize", lambda *of: made.append(finalize(*of)) or made[-1])
-    stream = driver.Stream()
+    stream = cuda_driver.Stream()
     assert [one.atexit for one in made] == [False] and not destroyed
     handle = stream.handle
     del stream
@@ -73,7 +75,7 @@ def test_what_nvrtc_says_of_a_source_is_in_the_error():
         nvrtcGetCUBIN=lambda *args: 0,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match=r"\(6\): line 3"):
-        driver.compile_source(library, "source", "sm_90")
+        cuda_driver.compile_source(library, "source", "sm_90")
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError])
@@ -82,10 +84,10 @@ def test_an_nvrtc_that_is_not_there_or_too_old_leaves_it_to_the_next_and_the_las
         raise error("too old")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(driver, "_candidates", lambda: ["old", "new"])
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda path: path)
-    monkeypatch.setattr(driver, "compile_source", lambda library, *args: fails() if library == "old" else b"code")
-    monkeypatch.setattr(driver, "Module", lambda code: code)
-    assert driver.compile_for(f"one of {error.__name__}", torch.device("cpu")) == b"code"
-    monkeypatch.setattr(driver, "compile_source", fails)
-    assert driver.compile_for(f"another of {error.__name__}", torch.device("cpu")) is None
+    monkeypatch.setattr(cuda_driver, "_candidates", lambda: ["old", "new"])
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(cuda_driver, "compile_source", lambda library, *args: fails() if library == "old" else b"code")
+    monkeypatch.setattr(cuda_driver, "Module", lambda code: code)
+    assert cuda_driver.compile_for(f"one of {error.__name__}", torch.device("cpu")) == b"code"
+    monkeypatch.setattr(cuda_driver, "compile_source", fails)
+    assert cuda_driver.compile_for(f"another of {error.__name__}", torch.device("cpu")) is None
