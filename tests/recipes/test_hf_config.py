@@ -99,16 +99,12 @@ def test_what_is_kept_is_of_recipes_and_some_of_it_for_plan_alone():
     assert {catalog.find(name).hf_model for name in UPSTREAMS} == set(PUBLISHED_PARAMETERS | ABOUT)
 
 
-@pytest.mark.parametrize(("hf", "why"), [("kept", "for training, but for plan alone"), ("auto", "give hf_config=DIR")])
-def test_training_asks_for_the_releases_config_where_the_kept_one_was_put_together(hf, why, monkeypatch, no_network):
+def test_training_asks_for_the_releases_config_if_the_kept_one_was_put_together(monkeypatch, no_network, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
     recipe = catalog.find("gpt_oss_120b_64gpu")
-    with pytest.raises(ValueError, match=why):
-        config.build(recipe, offload=True, hf=hf)
-
-
-def test_training_reads_the_config_of_a_folder(tmp_path):
-    recipe = catalog.find("gpt_oss_120b_64gpu")
+    for hf, why in (("kept", "for training, but for plan alone"), ("auto", "give hf_config=DIR")):
+        with pytest.raises(ValueError, match=why):
+            config.build(recipe, offload=True, hf=hf)
     numbers = hf_config.kept_configs(planning=True)[recipe.hf_model]["config"] | {"num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     built = config.build(recipe, offload=True, hf=tmp_path)
