@@ -93,6 +93,12 @@ def test_a_name_that_may_be_of_a_config_passes_and_one_that_cannot_be_is_refused
     target.refuse_at_once("llama3_8b_pretrain_config", ["train.train_iters=3", "hf_config=."])
     with pytest.raises(ValueError, match=r"hf_config=no: there is no no/config\.json"):
         target.refuse_at_once("tiny", ["hf_config=no"])
+    for name, why in (
+        ("recipes.llama:llama32_1b_pretrain_confg", "no recipe .*; did you mean llama32_1b_pretrain_config"),
+        ("recipes.lama:llama32_1b_pretrain_config", "no module .*; write llama32_1b_pretrain_config alone"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            target.refuse_at_once(f"megatron.bridge.{name}")
     monkeypatch.setattr(target, "config_functions", dict)  # without Bridge
     target.refuse_at_once("llama3_70b_pretrain_config")
     with pytest.raises(ValueError, match="there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu"):
