@@ -411,14 +411,6 @@ def test_the_builder_tells_a_package_that_does_not_fit_from_a_config_that_does_n
     assert builder_module.answer(request) == {"install_refuses": said}
 
 
-@of_both
-def test_a_recipe_of_this_project_needs_no_megatron(no_megatron, name):
-    for recipe in (path.name.removesuffix(".json.gz") for path in answers.FOLDER.glob("*_8gpu.json.gz")):
-        status, found = told(name, recipe)
-        assert status == 0
-        assert (found["config"] if name == "doctor" else found)["source"].endswith("0.6.2, megatron-core 0.19.2)")
-
-
 # --- what is printed ---
 
 
