@@ -4,8 +4,6 @@ Every command line, NeMo-Run's settings and `optimizer.offload` of Bridge's conf
 The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.tools.options`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -19,10 +17,6 @@ def readable(nbytes: float) -> str:
 
 
 Engine = Literal["auto", "native", "mcore"]
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
-
 
 ALWAYS = ("measure", "activation_waits")
 """Settings that have an effect while the offload is off, and with every engine."""
@@ -80,6 +74,12 @@ class OffloadConfig:
     next one. These copies hide behind microbatches of some 5,600 tokens or more on an H200. Needs
     `ddp.overlap_grad_reduce=True`: without it all gradients of a rank are one bucket."""
 
+    host_memory_gib: float | Literal["auto"] | None = None
+    """Most host memory in GiB that the ranks of a node take for states; "auto": 7/8 of what is free as training starts.
+    What is free is told by cgroups and NUMA nodes. Each rank gets an equal part, and all ranks of the job the least.
+    States that do not fit stay on the GPU. A second buffer for background saves counts too: if there is no room for it,
+    a save copies. Without a limit, ranks that need more than is free are refused."""
+
     survive_crash: bool = False
     """Let a restart go on from the last finished step, without a checkpoint, if the node and its keeper still live.
     Host memory of the states is held by a small process too (`bridge-fgo keep -- torchrun ...`), and each slab has two
@@ -133,9 +133,9 @@ class OffloadConfig:
         if self.master_remainders and not self.master_weights:
             why = "no master is copied at all; set master_weights=True, or leave master_remainders at False"
             refuse("master_remainders", f" with master_weights=False: {why}")
-        for name in ("moments", "master_weights", "fraction", "master_remainders"):
-            value, whole = getattr(self, name), {"fraction": 1.0, "master_remainders": False}.get(name, True)
-            if self.survive_crash and value != whole:
+        whole_states = {"moments": True, "master_weights": True, "fraction": 1.0, "master_remainders": False}
+        for name, whole in {**whole_states, "host_memory_gib": None}.items() if self.survive_crash else ():
+            if (value := getattr(self, name)) != whole:
                 refuse("survive_crash", f" with {name}={value!r}: the host has to have all states; set {name}={whole}")
         if not is_number(self.fraction):
             refuse("fraction", ": use a number in (0, 1]")
@@ -148,6 +148,12 @@ class OffloadConfig:
         if budget is not None and self.fraction < 1.0:
             why = "both say how much to offload; leave one of them at its default"
             refuse("gpu_memory_budget_gib", f" with fraction={self.fraction!r}: {why}")
+        limit = self.host_memory_gib
+        if limit not in (None, "auto") and not (is_number(limit) and 0.0 < limit < 2**40):
+            refuse("host_memory_gib", ": use a number of GiB above 0, 'auto' or None")
+        if limit is not None and self.gradients is True:
+            why = "gradients that leave between microbatches take host memory that the limit does not count; use 'lazy'"
+            refuse("host_memory_gib", f" with gradients=True: {why}")
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
             if not is_number(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(name, f": use a number of bytes of at least {least}")

@@ -26,7 +26,7 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.lease import EngineLease, shareable_leases
 from bridge_fgo.engines.native import NativeEngine, make_transfers
-from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import collectives, host_share, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
@@ -130,23 +130,22 @@ class Session:
         with collectives if engine.awaits_ranks else nullcontext():
             on_every_rank(settle) if engine.awaits_ranks else settle()
             engine.end_step(self.updated)
-        self._watch_budget(engine.held_budget_bytes)
+        self._watch_budget()
         self.publish()
         self._compare_peak()
         self._require_released()
 
-    def _watch_budget(self, budget: int | None) -> None:
-        """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
-        peak = self.figures.peak_allocated_bytes or 0
-        if budget is None or peak <= budget:
+    def _watch_budget(self) -> None:
+        """Say once that a planned step needed more than the budget, as a longer sequence may."""
+        budget, peak = self.settings.gpu_memory_budget_bytes, self.figures.peak_allocated_bytes or 0
+        if self._over_budget or self.engine.planned_peak_bytes is None or budget is None or peak <= budget:
             return
-        if not self._over_budget:
-            warn(
-                f"a training step allocated {readable(peak)}, more than "
-                f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
-                "measured one; set a lower budget to keep room for such steps"
-            )
         self._over_budget = True
+        warn(
+            f"a training step allocated {readable(peak)}, more than "
+            f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
+            "measured one; set a lower budget to keep room for such steps"
+        )
 
     def _compare_peak(self) -> None:
         """Say once, of the second step with a plan, which prefetches too, what was predicted and what was measured."""
@@ -195,10 +194,7 @@ class Session:
             assert isinstance(self.engine, NativeEngine)
             self.gradients.begin_pass()
             self.engine.schedule.reports_points = self.gradients.offloads
-        if self._is_captured and not is_replayed:
-            self.engine.begin_pass(is_like_others=False)
-        else:
-            self.engine.begin_pass()
+        self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
         self._poll()
         self._points.begin_pass(self.engine.checks_inputs_only)
 
@@ -341,13 +337,13 @@ def _make_session(optimizer: Any, model_config: Any, config: OffloadConfig, mode
     Raises:
         ValueError, RuntimeError: the optimizer or a setting is refused, or there is no host memory, on any rank.
     """
-    meter, taken = PeakMeter(), list[Gradients]()
+    meter, taken, host_bytes = PeakMeter(), list[Gradients](), host_share(config)
     survival: Survival | None = None
     chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
 
     def make() -> tuple[list[McoreSource], Engine]:
         nonlocal survival
-        sources, engine = _make_engine(optimizer, model_config, config, meter, chunks)
+        sources, engine = _make_engine(optimizer, model_config, config, meter, chunks, host_bytes)
         if config.gradients:
             assert isinstance(engine, NativeEngine)  # with another the setting is refused
             taken.append(gradients := _take_gradients(chunks, config))
@@ -370,7 +366,12 @@ def _make_session(optimizer: Any, model_config: Any, config: OffloadConfig, mode
 
 
 def _make_engine(
-    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter, chunks: list[torch.nn.Module]
+    optimizer: Any,
+    model_config: Any,
+    config: OffloadConfig,
+    meter: PeakMeter,
+    chunks: list[torch.nn.Module],
+    host_bytes: float,
 ) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `_make_session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
@@ -384,7 +385,7 @@ def _make_engine(
         if session.lease in leases:
             session.close()
     sources = [source_of(leaf) for leaf in leaves]
-    return sources, make_engine(name, sources, config, meter, stage_of(leaves))
+    return sources, make_engine(name, sources, config, meter, stage_of(leaves), host_bytes)
 
 
 def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gradients:
@@ -407,7 +408,7 @@ def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gra
 
 
 def active_session() -> Session | None:
-    """Return the session whose training step is running; None where an uninstall within the step has closed it."""
+    """Return the session whose training step is running; None if an uninstall within the step has closed it."""
     return _active[-1] if _active and not _active[-1].closed else None
 
 
@@ -452,7 +453,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
-    """Return the session that drives a training step, or None where the flag is not set.
+    """Return the session that drives a training step, or None if the flag is not set.
 
     A flag that was unset in mid-run makes the states resident and closes the session.
 

@@ -6,8 +6,6 @@ job's. A file goes when its rank asks for another size, when the job has fewer r
 for `idle_seconds`, and with the keeper. No torch here: it takes some 30 MB.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

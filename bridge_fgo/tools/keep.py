@@ -1,7 +1,5 @@
 """`bridge-fgo keep`: the keeper of a node, and the command whose crashes it outlives. No torch and no Megatron here."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from contextlib import nullcontext
 from functools import partial
 
+import debug_transfers
 import pytest
 import torch
 from debug_transfers import DebugTransfers
@@ -273,7 +274,10 @@ def replaced(label, name, replacement):
 
 
 without_wait_for_what_landed = replaced("without_wait_for_what_landed", "wait_in", lambda transfers, slab: None)
-with_poison_that_is_not_ordered = replaced("with_poison_that_is_not_ordered", "order_anew", lambda transfers: None)
+
+
+def with_poison_that_is_not_ordered(patch):
+    patch.setattr(debug_transfers, "order_anew", lambda transfers: None)
 
 
 def without_order_before_copies_out(patch):
