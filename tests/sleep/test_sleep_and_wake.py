@@ -1,6 +1,5 @@
 """Parameters, gradients and states sleep apart, bitwise as if nothing moved."""
 
-import contextlib
 import copy
 import itertools
 import time
@@ -17,7 +16,6 @@ from sleeping import (
     KINDS,
     SEVERAL_SLABS,
     WHOLE,
-    configured,
     counted,
     double_masters,
     experts,
@@ -27,7 +25,6 @@ from sleeping import (
     gone,
     note,
     poison,
-    precision_aware,
     sleeping,
     tally_of_a_gpu,
     trained,
@@ -44,12 +41,6 @@ pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
 
 # What trains.
-
-
-@configured
-def fp32_gradients(cfg):
-    cfg.ddp.grad_reduce_in_fp32 = False
-    cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("all",)
 
 
 ADAM, MUON = {"distributed": False}, {"distributed": False, "optimizer": "muon"}
@@ -78,9 +69,14 @@ TRAININGS = {
     "adam_packed": ADAM | {"config": PACKED},
     "muon_packed": MUON | {"config": PACKED},
     "dist_muon_packed": MUON | {"optimizer": "dist_muon", "config": PACKED},
-    "fp32_gradients_beside_16_bit_buffers": {"prepare": fp32_gradients},
-    "precision_aware": {"prepare": precision_aware(False)},
-    "precision_aware_with_remainders": {"prepare": precision_aware(True)},
+    "fp32_gradients_beside_16_bit_buffers": {
+        "configured": {
+            "ddp.grad_reduce_in_fp32": False,
+            "ddp.param_name_patterns_for_fp32_local_accumulation": ("all",),
+        },
+    },
+    "precision_aware": {"adam": {"store_param_remainders": False}},
+    "precision_aware_with_remainders": {"adam": {"store_param_remainders": True}},
 }
 
 
@@ -89,7 +85,7 @@ def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_res
     of = TRAININGS[name]
     me = sleeper(0, early=True, **of)
     by_flag, copies_anew = "flag" in of, "flag" in of or "config" in of  # packed ones
-    if "prepare" not in of:
+    if "adam" not in of:
         me.offload()  # moments are not made before the first step
         me.reload()
     me.train()
@@ -200,7 +196,7 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
         poison(patch)
         if debug:
             patch.setenv("BRIDGE_FGO_DEBUG", "1")
-        with sleeping(patch, **changes) as me:
+        with sleeping(**changes) as me:
             me.how = {"config": config}
             me.train()
             update = me.training.optimizer.step
@@ -433,7 +429,7 @@ def test_gradients_cross_no_link_and_unchanged_memory_crosses_once(sleeper):
     assert me.res.offload().seconds == 0  # away already
 
 
-def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
+def test_host_memory_is_taken_once_and_parameters_that_wake_alone_cross_in_16_bits_from_then_on(sleeper):
     with counted() as taken:
         me = sleeper()
         for _ in range(3):
@@ -594,20 +590,19 @@ def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woke
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_packed_masters_wake_their_weights_first_and_the_call_says_so(sleeper, flag):
-    with bridge_fgo.install(PACKED) if flag else contextlib.nullcontext():
-        me = sleeper(config=None if flag else PACKED, offload=flag)
-        bridge_fgo.reload_states()
-        out, nbytes = me.res.offload(), me.weights_bytes
-        assert out.copied_by_kind["params"] == nbytes  # they are what the masters come back by
-        assert nbytes < out.copied_by_kind["optimizer"] - 4 * nbytes < 1.2 * nbytes  # 17 bits of 32
-        back = me.res.reload("optimizer")
-        assert back.woke == ("params",) and me.res.away == {"grads"}
-        me.res.offload("params")
-        again = me.res.offload("optimizer")
-        assert again.woke == ("params",) and again.copied_by_kind["params"] == nbytes  # in alone: nothing had changed
-        assert me.res.away == set(KINDS)
-        me.res.reload()
-        me.train()
+    me = sleeper(flag=PACKED) if flag else sleeper(config=PACKED)
+    bridge_fgo.reload_states()
+    out, nbytes = me.res.offload(), me.weights_bytes
+    assert out.copied_by_kind["params"] == nbytes  # they are what the masters come back by
+    assert nbytes < out.copied_by_kind["optimizer"] - 4 * nbytes < 1.2 * nbytes  # 17 bits of 32
+    back = me.res.reload("optimizer")
+    assert back.woke == ("params",) and me.res.away == {"grads"}
+    me.res.offload("params")
+    again = me.res.offload("optimizer")
+    assert again.woke == ("params",) and again.copied_by_kind["params"] == nbytes  # in alone: nothing had changed
+    assert me.res.away == set(KINDS)
+    me.res.reload()
+    me.train()
 
 
 @pytest.mark.parametrize(("left", "warns"), [(0, False), (10**9, True)])
@@ -704,7 +699,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me.res.close()
 
 
-def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a_refusal_that_says_so(sleeper):
+def test_gradients_may_go_once_ddp_has_zeroed_them_and_are_refused_after_a_backward(sleeper):
     me, refused = sleeper(0), []
     res, step = me.res, me.training.optimizer.step
 
