@@ -302,7 +302,7 @@ def test_no_stream_gets_more_bytes_than_a_piece_before_another_has_its_turn(wait
         assert torch.equal(tensor, copy)
 
 
-def test_copies_that_mcore_delays_until_after_a_layers_graph_are_made_with_gradients_on_and_have_none(waits, pieces):
+def test_copies_that_mcore_delays_until_after_a_layers_graph_have_no_gradients(waits, pieces):
     """Hooks of saved tensors get these as they are; mcore's forward flushes what it has delayed."""
     saved = of(200).requires_grad_() * 1
     for tensors in ([saved], [saved, saved]):  # whose buffers are taken again
@@ -377,7 +377,7 @@ def host(monkeypatch):
 
 
 @EVERY
-def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first_iteration_asks_for_it(
+def test_host_memory_for_activations_that_a_node_has_not_is_refused_in_the_first_iteration(
     offload, waits, host, monkeypatch, schedule
 ):
     of_pool = [NAMES[:2]] * LAYERS
@@ -415,9 +415,7 @@ def test_host_memory_for_activations_of_experts_is_refused_too_in_the_first_iter
         train(offload, ONE_STAGE, layers=[("moe_act",)])
 
 
-def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_before_they_are_copied_if_it_is_more(
-    monkeypatch, cpu_standins
-):
+def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_before_a_copy(monkeypatch, cpu_standins):
     """Transformer Engine's own class is not here: what is wrapped is a method of an object with its fields."""
     free = 2 * 64 + 16
     monkeypatch.setattr(activation_offload, "free_for_each_rank", lambda: free)

@@ -16,7 +16,7 @@ from bridge_fgo.offload import schedule
 TOGETHER = {"layer": WHOLE // 2, "together": WHOLE, "sizes": MANY_SIZES}
 
 
-def test_slabs_leave_late_and_come_early_once_peaks_are_known_and_come_without_a_copy_if_they_have_not_left():
+def test_slabs_leave_late_and_come_early_once_peaks_are_known():
     training = Training(layer=WHOLE // 4)
     for _ in range(2):
         training.step()
@@ -195,7 +195,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     assert order == [moving[0], *staying, *moving[1:]]
 
 
-def test_what_a_reader_brings_back_or_is_written_in_the_pass_leaves_again_and_a_late_point_moves_nothing():
+def test_what_a_reader_or_writer_brings_back_in_a_pass_leaves_again_and_a_late_point_moves_nothing():
     # MXFP8's copy to the parameter buffer reads the masters after the pass has begun, when they may be on the host.
     training = trained(4, layer=WHOLE)
     training.schedule.release_everything()

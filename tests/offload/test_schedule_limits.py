@@ -234,7 +234,7 @@ def test_a_budget_holds_also_where_blocks_are_larger_than_slabs(monkeypatch, sha
     assert max(peaks) <= budget and training.staying
 
 
-def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_said_by_the_rank_it_concerns():
+def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_said():
     training = trained(1, layer=WHOLE, budget=4 * WHOLE - 1)
     with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.01 GiB"):
         training.step()
