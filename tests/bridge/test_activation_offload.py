@@ -253,24 +253,6 @@ def test_a_chunks_forward_ends_with_its_last_group_also_where_its_first_stay_on_
         train(offload, schedule, **STAYS[stays])
 
 
-@EVERY
-def test_mcore_copies_more_in_its_first_iteration_alone_which_is_none_that_peaks_are_measured_in(
-    offload, waits, schedule, monkeypatch
-):
-    """States are measured in the second step that updates (`tests/offload/test_measuring.py`), at the earliest."""
-    copied, copies_out = [], offload.module.ChunkOffloadHandler.offload
-
-    def counted(handler, src_tensor, *args, **kwargs):
-        copied.append(offload.order.iteration)
-        return copies_out(handler, src_tensor, *args, **kwargs)
-
-    monkeypatch.setattr(offload.module.ChunkOffloadHandler, "offload", counted)
-    with waits():
-        train(offload, schedule, rows=((2,) * 4,) * 5)
-    first, *others = (copied.count(iteration) for iteration in range(1, 6))
-    assert first > others[0] > 0 and len(set(others)) == 1
-
-
 @pytest.fixture
 def pieces(offload, monkeypatch):
     """Return what has mcore copy tensors to the host by its own verb, and tells the copies and what came back."""

@@ -191,24 +191,6 @@ def test_views_of_an_emptied_storage_are_valid_again_and_ranges_come_back():
     assert torch.equal(buffer, expected) and torch.equal(view, expected[10:20].view(2, 5))
 
 
-NOT_OF_A_MATRIX = {"repr", "other_memory"}
-
-
-@pytest.mark.parametrize("name", sorted(ACCESSES.keys() - NOT_OF_A_MATRIX))
-def test_whatever_touches_a_storage_that_is_away_is_told_what_to_call(name):
-    tensor, slab = storage()
-    parameter = torch.nn.Parameter(tensor)  # as models have them
-    asleep(slab)
-    for each in (tensor, parameter):
-        with pytest.raises(RuntimeError, match=r"the buffer.*call wake\(\) first"), torch.no_grad():
-            ACCESSES[name](each)
-    assert isinstance(parameter, torch.nn.Parameter) and parameter.shape == (3, 4)
-    slab.fill()
-    slab.copy_in()
-    assert type(parameter) is torch.nn.Parameter and type(tensor) is torch.Tensor
-    assert parameter.equal(torch.arange(12.0).view(3, 4)) and tensor.sum() == 66
-
-
 def test_a_tensor_has_its_own_name_in_the_error_also_where_it_is_frozen(monkeypatch):
     monkeypatch.setattr(gc, "get_objects", list)  # which lists nothing that `gc.freeze` has frozen
     tensor = torch.zeros(4)

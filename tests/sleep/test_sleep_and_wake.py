@@ -283,16 +283,6 @@ def errors_in_blocks_whose_weights_went(me):
     assert len(caught.value.__notes__) == 1
 
 
-def errors_in_swaps(me):
-    me.keep("a set")
-    for away in AWAY:
-        me.train()
-        me.offload(away)
-        error_in_a_swap(me, "a set")
-        assert me.res.away == {"params", *away}
-        me.reload()
-
-
 def written_and_read(me):
     """Weights that were rounded on the host are not taken for those that it had before."""
     first = float(me.weight.view(-1)[3])
@@ -301,20 +291,6 @@ def written_and_read(me):
         me.offload()
         me.read_asleep()
         me.reload()
-
-
-def unequal_masters(me, *, slept):
-    """Masters that are away know nothing of weights that are written meanwhile."""
-    me.offload("optimizer")
-    if slept:
-        assert me.offload("params").copied == 0  # as they were when the masters left
-        me.reload("params")
-    for value in (123.0, 45.0):
-        me.write(value)
-        me.offload("params")
-        me.reload("params")
-    me.offload("params")
-    me.reload("optimizer")
 
 
 def written_after_a_fault(me):
@@ -335,26 +311,39 @@ def swapped_after_masters_left(me):
     assert me.offload().copied_by_kind["params"] == 0 and swap(me).copied == me.weights_bytes
 
 
-def written_before_an_error_in_a_swap(me):
-    me.keep("a set")
-    me.offload("optimizer")
-    me.write()
-    error_in_a_swap(me, "a set")
+def calls(*several):
+    """Return a function that makes calls, each as the arguments of `call` after the first."""
+
+    def make(me):
+        me.movable_names, me.movable = me.names(), set(KINDS)
+        for each in several:
+            call(me, *each)
+
+    return make
 
 
+WRITTEN = [
+    *2 * [("write",), ("offload", ["params"]), ("reload", ["params"])],
+    ("offload", ["params"]),
+    ("reload", ["optimizer"]),
+]
 AWAY = ((), ("grads",), ("params",), ("params", "optimizer"), KINDS)
 ORDERS = {
     "errors in blocks": errors_in_blocks,
     "errors in blocks whose weights went": errors_in_blocks_whose_weights_went,
-    "errors in swaps": errors_in_swaps,
+    "errors in swaps": calls(
+        ("keep",), *(each for away in AWAY for each in (("step",), ("offload", away), ("swap and error",)))
+    ),
     "weights written and read": written_and_read,
 }
 OF_WHOLE_MASTERS = {
-    "written while masters are away": lambda me: unequal_masters(me, slept=False),
-    "written while masters are away, having slept": lambda me: unequal_masters(me, slept=True),
+    "written while masters are away": calls(("offload", ["optimizer"]), *WRITTEN),
+    "written while masters are away, having slept": calls(
+        ("offload", ["optimizer"]), ("offload", ["params"]), ("reload", ["params"]), *WRITTEN
+    ),
     "written after a fault": written_after_a_fault,
     "swapped after masters left": swapped_after_masters_left,
-    "written before an error in a swap": written_before_an_error_in_a_swap,
+    "written before an error in a swap": calls(("keep",), ("offload", ["optimizer"]), ("write",), ("swap and error",)),
 }
 
 
