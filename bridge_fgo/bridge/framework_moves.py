@@ -7,6 +7,9 @@ served: a checkpoint saves and loads them on the host.
 A model that a `Residency` refuses with a ValueError as it is made stays with the framework's own functions, until a
 later sleep succeeds, and a line on rank 0 says why. Later errors are errors: the framework's functions could not reload
 what a `Residency` has offloaded.
+
+While a rank handles an error it joins no collective that the others may not join, and each move is one. So it moves
+nothing then, but for a function that is a collective of itself (a save), and a reload of a job of one rank.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Move(NamedTuple):
     result: Any = None  # the call returns this
     # offloaded on all ranks after the framework's own function, which would decide it on each rank alone
     offloads_after: Sequence[Kind] = ()
+    is_collective: bool = False  # whether the framework's own function is one: a call by one rank alone would wait
 
 
 Plan = Callable[..., Move | None]
@@ -68,14 +72,17 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         bound = inspect.signature(wrapped).bind(*args, **kwargs)
         bound.apply_defaults()
         move = plan(instance, *(value for name, value in bound.arguments.items() if not name.startswith("_")))
-        # Moves are collectives, as is the making of a Residency: the other ranks, which have no error, do not join.
+        # The making of a Residency is a collective, too.
         error = sys.exc_info()[1]
         res = _residency(move, make=move.offloads and error is None) if move is not None and move.kinds else None
         if move is None or res is None:
             return wrapped(*args, **kwargs)
         is_outermost = res not in _moved
-        if is_outermost and error is not None:
-            warnings.warn(f"bridge_fgo moves nothing while this is handled: {error!r}", stacklevel=2)
+        moves = move.is_collective or _may_move(move.offloads)
+        if is_outermost and not moves:
+            call = f"bridge_fgo.Residency.of(model).reload({', '.join(map(repr, move.kinds))})"
+            advice = "" if move.offloads else f"; to reload what is away, call {call} on every rank"
+            warnings.warn(f"bridge_fgo moves nothing while this is handled: {error!r}{advice}", stacklevel=2)
         elif is_outermost and move.offloads:
             res.offload(move.kinds, grads="keep" if res.has_gradients else "drop")
         elif is_outermost:
@@ -89,11 +96,17 @@ def moving(plan: Plan, then: bool = False) -> Wrapper:
         finally:
             if is_outermost:
                 _moved.discard(res)
-        if is_outermost and error is None and move.offloads_after:
+        if is_outermost and moves and move.offloads_after:
             res.offload(move.offloads_after, grads="keep" if res.has_gradients else "drop")
         return result
 
     return wrapper
+
+
+def _may_move(offloads: bool) -> bool:
+    """Return whether all ranks join in a move: none has an error that the others may not have."""
+    has_others = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return sys.exc_info()[1] is None or not (offloads or has_others)
 
 
 @contextmanager
@@ -227,7 +240,7 @@ def _verl_save(engine: Any, *_: Any) -> Move:
     # ranks would wait for it.
     kinds = _kinds(params=True, grads=True)
     after = kinds if engine._is_offload_param else ()
-    return Move(False, kinds, engine.module, engine.optimizer, offloads_after=after)
+    return Move(False, kinds, engine.module, engine.optimizer, offloads_after=after, is_collective=True)
 
 
 verl_offload_model = moving(_verl_offload_model)
@@ -242,7 +255,7 @@ def verl_with_parameters(wrapped: Wrapped, _: Any, args: Args, kwargs: Kwargs) -
     """Let verl's own read or write parameters on the GPU; afterwards they are where they were."""
     chunks = _chunks(args[0] if args else kwargs["models"])
     res = Residency.of(chunks) if chunks else None
-    if res is None:
+    if res is None or not _may_move(offloads=False):
         return wrapped(*args, **kwargs)
     with res.checkpointing():
         return wrapped(*args, **kwargs)

@@ -514,15 +514,23 @@ def test_a_copy_of_a_sleeping_or_partly_loaded_model_is_its_parameters_and_may_b
     assert all(map(torch.equal, utils.copy_megatron_model_to_cpu([never_slept]), never_slept.parameters()))
 
 
+def in_an_except(act):
+    try:
+        raise RuntimeError("in forward")
+    except RuntimeError:
+        return act()
+
+
+@pytest.mark.parametrize("saves", [in_an_except, lambda save: save()], ids=["in an except", "in training"])
 @pytest.mark.parametrize("offloads", [False, True])
-def test_a_save_of_a_sleeping_model_leaves_its_parameters_where_verl_expects_them(modules, sleeper, offloads):
+def test_a_save_of_a_sleeping_model_leaves_its_parameters_where_verl_expects_them(modules, sleeper, offloads, saves):
     bridge_fgo.install(frameworks="verl")
     me = sleeper()
     module, sleep, _ = verl(me.training)
     engine = module.MegatronEngine()
     engine.module, engine.optimizer, engine._is_offload_param = me.training.model, me.training.optimizer, offloads
     sleep()
-    engine.save_checkpoint("a folder")
+    saves(lambda: engine.save_checkpoint("a folder"))
     assert all(map(torch.equal, engine.saved, me.own))
     away = {"optimizer", "params", "grads"} if offloads else {"optimizer"}
     assert me.res.away == away
@@ -651,9 +659,32 @@ def test_nothing_moves_while_a_rank_handles_an_error(modules, sleeper):
         assert bridge_fgo.Residency.of(me.training.model) is None and "offload_model" in module.CALLS
         sleep()
         wake()
-        with pytest.warns(UserWarning, match="moves nothing while this is handled: .*in forward"):
+        with pytest.warns(UserWarning, match=r"moves nothing while this is handled: .*in forward'\)$"):
             sleep_by_an_error()
         assert not bridge_fgo.Residency.of(me.training.model).away
+
+
+def test_a_load_in_an_except_loads_where_no_other_rank_would_wait_and_else_names_the_call(
+    modules, sleeper, monkeypatch
+):
+    bridge_fgo.install(frameworks="verl")
+    me = sleeper()
+    _, sleep, wake = verl(me.training)
+    sleep()
+    in_an_except(wake)
+    assert not me.res.away
+    sleep()
+    utils = importlib.import_module(UTILS)
+    with monkeypatch.context() as two_ranks:
+        two_ranks.setattr(framework_moves.torch.distributed, "is_initialized", lambda: True)
+        two_ranks.setattr(framework_moves.torch.distributed, "get_world_size", lambda: 2)
+        call = re.escape("call bridge_fgo.Residency.of(model).reload('params', 'grads', 'optimizer') on every rank")
+        with pytest.warns(UserWarning, match=f"moves nothing while this is handled: .*{call}"):
+            in_an_except(wake)
+        with pytest.raises(RuntimeError, match="reload"):
+            in_an_except(lambda: utils.copy_megatron_model_to_cpu(me.training.model))
+    assert me.res.away == {"params", "grads", "optimizer"}
+    me.end()
 
 
 def test_an_import_amid_a_frameworks_own_is_refused(modules):

@@ -102,6 +102,18 @@ def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
         target.refuse_at_once("tiny", ["hf_config=no"])
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("recipes.llama:llama32_1b_pretrain_confg", "no recipe .*; did you mean llama32_1b_pretrain_config"),
+        ("recipes.lama:llama32_1b_pretrain_config", "no module .*; write llama32_1b_pretrain_config alone"),
+    ],
+)
+def test_a_module_or_function_that_bridge_lacks_is_told_before_anything_is_imported(name, why):
+    with pytest.raises(ValueError, match=why):
+        target.refuse_at_once(f"megatron.bridge.{name}")
+
+
 def test_without_bridge_a_name_that_its_functions_cannot_have_is_no_recipe(monkeypatch):
     monkeypatch.setattr(target, "config_functions", dict)
     target.refuse_at_once("llama3_70b_pretrain_config")

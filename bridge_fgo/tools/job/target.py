@@ -46,6 +46,12 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
             raise ValueError(f"recipe {target!r}: there is no file {module!r}")
     elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
+    elif is_missing_in_bridge(module, function):
+        raise ValueError(
+            no_recipe(function)
+            if function not in config_functions()
+            else (f"recipe {target!r}: Megatron-Bridge has no module {module!r}; write {function} alone")
+        )
     elif target.endswith(".py") and Path(target).is_file():
         functions = re.findall(
             r"^def (\w+)\(", Path(target).read_text(encoding="utf-8", errors="replace"), re.MULTILINE
@@ -80,6 +86,13 @@ def config_functions() -> dict[str, str]:
     """Return the names of Bridge's config functions and aliases, each with its module; none without Bridge."""
     bindings = ((name, module) for module, bound in reversed(_bound().items()) for name in bound)
     return {name: module for name, module in bindings if re.fullmatch(r"[a-z]\w*_config", name)}
+
+
+def is_missing_in_bridge(module: str, function: str) -> bool:
+    """Return whether a module of Bridge's recipes is not there, or no such module has the function."""
+    is_recipes = module.startswith(tuple(f"megatron.bridge.{package.replace('/', '.')}" for package in PACKAGES))
+    bound = _bound() if is_recipes else {}
+    return bool(bound) and (module not in bound or all(function not in names for names in bound.values()))
 
 
 def _model_read_by(name: str) -> str | None:
