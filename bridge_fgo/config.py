@@ -80,6 +80,12 @@ class OffloadConfig:
     next one. These copies hide behind microbatches of some 5,600 tokens or more on an H200. Needs
     `ddp.overlap_grad_reduce=True`: without it all gradients of a rank are one bucket."""
 
+    host_memory_gib: float | Literal["auto"] | None = None
+    """Most host memory in GiB that the ranks of a node take for states; "auto": 7/8 of what is free as training starts.
+    What is free is told by cgroups and NUMA nodes. Each rank gets an equal part, and all ranks of the job the least.
+    States that do not fit stay on the GPU. A second buffer for background saves counts too: if there is no room for it,
+    a save copies. Without a limit, ranks that need more than is free are refused."""
+
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
     time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
@@ -138,6 +144,12 @@ class OffloadConfig:
         if budget is not None and self.fraction < 1.0:
             why = "both say how much to offload; leave one of them at its default"
             refuse("gpu_memory_budget_gib", f" with fraction={self.fraction!r}: {why}")
+        limit = self.host_memory_gib
+        if limit not in (None, "auto") and not (is_number(limit) and 0.0 < limit < 2**40):
+            refuse("host_memory_gib", ": use a number of GiB above 0, 'auto' or None")
+        if limit is not None and self.gradients is True:
+            why = "gradients that leave between microbatches take host memory that the limit does not count; use 'lazy'"
+            refuse("host_memory_gib", f" with gradients=True: {why}")
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
             if not is_number(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(name, f": use a number of bytes of at least {least}")

@@ -31,6 +31,8 @@ from bridge_fgo import OffloadConfig
             ({name: value}, rf"OffloadConfig\.{name}=.*: use a value of Python's own types")
             for name, value in (("fraction", np.float64(0.5)), ("slab_bytes", np.int64(2**21)), ("moments", np.True_))
         ],
+        *[({"host_memory_gib": value}, r"host_memory_gib=.*: use a number of GiB") for value in (0, -1.0, True, "all")],
+        ({"host_memory_gib": 40.0, "gradients": True}, r"host_memory_gib=40\.0 with gradients=True: .*use 'lazy'"),
         ({"gpu_memory_budget_gib": 40.0, "fraction": 0.5}, r"fraction=0\.5: both say how much"),
     ],
 )

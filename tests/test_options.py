@@ -21,6 +21,7 @@ WORDS = {
     "--fraction 0.5": {"fraction": 0.5},
     "--gpu-memory-budget-gib 2": {"gpu_memory_budget_gib": 2.0},
     "--gpu-memory-budget-gib auto": {"gpu_memory_budget_gib": "auto"},
+    "--host-memory-gib 100": {"host_memory_gib": 100.0},
     "--gradients lazy": {"gradients": "lazy"},
     "--gradients true": {"gradients": True},
     "--gradients False": {"gradients": False},

@@ -26,6 +26,9 @@ REFUSED = (
 )  # fmt: skip
 """Settings with the values that no `Residency` takes, and why, and what to do."""
 
+OF_TRAIN_STEP = ("gradients", "host_memory_gib")
+"""Settings that only Bridge's train_step with the flag goes by, beside the engine."""
+
 
 def settings_in_force(config: OffloadConfig | None, optimizer_config: Any, moves_states: bool) -> OffloadConfig:
     """Return the settings of a Residency: `config`, or else the installed ones.
@@ -36,11 +39,13 @@ def settings_in_force(config: OffloadConfig | None, optimizer_config: Any, moves
     if config is not None or not is_installed():
         return config or DEFAULTS
     found = settings_of(optimizer_config)
-    if moves_states and (found.engine == "mcore" or found.gradients):
-        lost = f"engine={found.engine!r}" if found.engine == "mcore" else f"gradients={found.gradients!r}"
+    lost = [f"{name}={getattr(found, name)!r}" for name in OF_TRAIN_STEP if getattr(found, name) not in (None, False)]
+    lost += ["engine='mcore'"] if found.engine == "mcore" else []
+    if moves_states and lost:
         raise ValueError(
-            f"Residency with OffloadConfig({lost}) of bridge_fgo.install or optimizer.{SETTINGS}: only Bridge's "
-            f"train_step with optimizer.{FLAG}=True goes by that; leave it out, or give Residency a config of its own"
+            f"Residency with OffloadConfig({', '.join(lost)}) of bridge_fgo.install or optimizer.{SETTINGS}: only "
+            f"Bridge's train_step with optimizer.{FLAG}=True goes by that; leave it out, or give Residency a config of "
+            "its own"
         )
     return replace(found, engine="native")
 
@@ -51,6 +56,11 @@ def refuse_settings(config: OffloadConfig | None, optimizer: Any, chunks: list[t
         return
     if not isinstance(config, OffloadConfig):
         raise ValueError(f"Residency(config={config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
+    if config.host_memory_gib is not None:
+        raise ValueError(
+            f"Residency(config=OffloadConfig(host_memory_gib={config.host_memory_gib!r})): that is a limit for a "
+            "node's states; use Residency(host_memory_limit_gib=...), for all that a rank moves"
+        )
     for name, value, why in REFUSED:
         if getattr(config, name) == value:
             raise ValueError(f"Residency(config=OffloadConfig({name}={value!r})): {why}")

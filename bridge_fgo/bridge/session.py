@@ -24,7 +24,7 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.engines.lease import EngineLease, shareable_leases
 from bridge_fgo.engines.native import NativeEngine, make_transfers
-from bridge_fgo.engines.ranks import collectives, make_engine, on_every_rank, pin_on_every_rank
+from bridge_fgo.engines.ranks import collectives, host_share, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
 from bridge_fgo.memory import copy_queues
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
@@ -318,11 +318,11 @@ def _make_session(optimizer: Any, model_config: Any, config: OffloadConfig, mode
     Raises:
         ValueError, RuntimeError: the optimizer or a setting is refused, or there is no host memory, on any rank.
     """
-    meter, taken = PeakMeter(), list[Gradients]()
+    meter, taken, host_bytes = PeakMeter(), list[Gradients](), host_share(config)
     chunks = [chunk for chunk in (model if isinstance(model, list) else [model]) if chunk is not None]
 
     def make() -> tuple[list[McoreSource], Engine]:
-        sources, engine = _make_engine(optimizer, model_config, config, meter, chunks)
+        sources, engine = _make_engine(optimizer, model_config, config, meter, chunks, host_bytes)
         if config.gradients:
             assert isinstance(engine, NativeEngine)  # with another the setting is refused
             taken.append(gradients := _take_gradients(chunks, config))
@@ -341,7 +341,12 @@ def _make_session(optimizer: Any, model_config: Any, config: OffloadConfig, mode
 
 
 def _make_engine(
-    optimizer: Any, model_config: Any, config: OffloadConfig, meter: PeakMeter, chunks: list[torch.nn.Module]
+    optimizer: Any,
+    model_config: Any,
+    config: OffloadConfig,
+    meter: PeakMeter,
+    chunks: list[torch.nn.Module],
+    host_bytes: float,
 ) -> tuple[list[McoreSource], Engine]:
     """Return this rank's sources and their engine; raise as `_make_session`."""
     optimizer_config = getattr(optimizer, "config", None)  # an empty chain has none
@@ -355,7 +360,7 @@ def _make_engine(
         if session.lease in leases:
             session.close()
     sources = [source_of(leaf) for leaf in leaves]
-    return sources, make_engine(name, sources, config, meter, stage_of(leaves))
+    return sources, make_engine(name, sources, config, meter, stage_of(leaves), host_bytes)
 
 
 def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gradients:

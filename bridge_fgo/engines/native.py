@@ -56,8 +56,6 @@ class NativeEngine(CheckpointingEngine):
                 "unset, or set OffloadConfig.fraction"
             )
         self.sources, self.traffic = list(sources), Traffic()
-        asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
-        self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
         self.config = config
         device = sources[0].device if sources else torch.device("cpu")
         self.transfers = transfers = transfers or make_transfers(device, config)
@@ -79,6 +77,9 @@ class NativeEngine(CheckpointingEngine):
         self.state_bytes = sum(each.state_bytes for each in offloaded)
         self.planned_bytes = sum(each.planned_bytes for each in offloaded)
         self.unhosted_bytes = sum(each.unhosted_bytes for each in offloaded)
+        asked = {"fraction": config.fraction, "moments": config.moments, "master_weights": config.master_weights}
+        asked["host_memory_gib"] = not self.unhosted_bytes
+        self.limits = ", ".join(f"OffloadConfig.{name}" for name, part in asked.items() if part < 1)
         schedule.holding.margin_bytes = max((each.margin_bytes for each in offloaded), default=0)
         schedule.holding.held_through_step = sum(each.held_through_step for each in offloaded)
         remainders.ready()

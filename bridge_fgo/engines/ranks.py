@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,11 +11,18 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.mcore import McoreEngine
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.memory.host_memory import Need, host_memory_refusal, pools
+from bridge_fgo.memory.host_memory import (
+    AUTO_SHARE,
+    Need,
+    free_for_each_rank,
+    host_memory_refusal,
+    pools,
+    ranks_of_this_node,
+)
 from bridge_fgo.memory.meters import PeakMeter
 from bridge_fgo.states.source import Source
 
@@ -77,6 +85,21 @@ def require_host_memory(nbytes: int) -> None:
             raise ValueError(refusal)
 
 
+def host_share(config: OffloadConfig) -> float:
+    """Return the bytes of host memory that each rank may take for states, by `OffloadConfig.host_memory_gib`.
+
+    A collective if it is set: all ranks get what the one with the least can have.
+    """
+    limit = config.host_memory_gib
+    if limit is None:
+        return math.inf
+
+    def share() -> float:
+        return AUTO_SHARE * free_for_each_rank() if isinstance(limit, str) else limit * 2**30 / ranks_of_this_node()
+
+    return min(gather_or_raise(lambda: (None, share()))[1])
+
+
 def _needs(nbytes: int) -> list[Need]:
     return gather_or_raise(lambda: (None, Need(nbytes, pools() if nbytes else [])))[1]
 
@@ -93,15 +116,21 @@ def make_engine(
     config: OffloadConfig,
     meter: PeakMeter,
     stage: int | None = None,
+    host_bytes: float = math.inf,
 ) -> Engine:
     """Return the engine of that name ("native", or of `mcore.MEMBERS`) for a rank's sources; nothing is pinned yet.
 
     There may be no sources; they are in the order in which they step. `stage` is this rank's place in the pipeline;
-    None if nothing says it.
+    None if nothing says it. `host_bytes` is the most host memory that the native engine takes.
     """
     if name != "native":
         return McoreEngine(name, sources)
-    engine = NativeEngine(sources, config, meter)
+    engine = NativeEngine(sources, config, meter, host_bytes=host_bytes)
+    if sources and not engine.planned_bytes and engine.unhosted_bytes:
+        raise ValueError(
+            f"OffloadConfig.host_memory_gib={config.host_memory_gib!r}: this rank's part of it, "
+            f"{readable(host_bytes)}, holds none of {readable(engine.unhosted_bytes)} of states; use more, or None"
+        )
     engine.schedule.holding.agree = partial(agree, stage)
     engine.schedule.holding.all_can = lambda own: all(gather(own))
     return engine

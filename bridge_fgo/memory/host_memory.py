@@ -21,6 +21,7 @@ PCI = Path("/sys/bus/pci/devices")
 NODES = Path("/sys/devices/system/node")
 STATUS = Path("/proc/self/status")
 NUMA_MAPS = Path("/proc/self/numa_maps")
+AUTO_SHARE = 7 / 8  # of what is free, for `OffloadConfig.host_memory_gib="auto"`: the loader and saves take some too
 MAPPING_BYTES = 256  # of a line of `NUMA_MAPS`; for each one more the kernel would walk a mapping's pages
 
 
@@ -66,8 +67,8 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
     return (
         f"the offload pins {needs[told].nbytes} bytes of host memory for rank {told}, {needed} for the {len(ranks)} "
         f"rank(s) of its {name}, but the {name} has {ranks[told].whole} bytes, {free} of them free now, at most "
-        f"{100 * free // needed / 100:.2f} times as many: lower OffloadConfig.fraction, set gradients='lazy', "
-        f"moments=False or master_weights=False, or {more}"
+        f"{100 * free // needed / 100:.2f} times as many: set OffloadConfig.host_memory_gib='auto', by "
+        f"which states that do not fit stay on the GPU, set gradients='lazy', or {more}"
     )
 
 

@@ -21,6 +21,7 @@ import bridge_fgo
 from bridge_fgo.bridge.compat import version_of
 from bridge_fgo.bridge.refusals import refuse_small_shared_memory
 from bridge_fgo.memory.host_memory import (
+    AUTO_SHARE,
     Need,
     available_bytes,
     host_memory_refusal,
@@ -238,7 +239,11 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
     if not job.refusals and job.bridge_refuses is None:
         try:
             # Memory is pinned for all that may leave, before training measures what a budget leaves.
-            estimate = make_estimate(job, replace(job.offload, gpu_memory_budget_gib=None))
+            offload = replace(job.offload, gpu_memory_budget_gib=None)
+            if offload.host_memory_gib == "auto" and machine.gpus:
+                offload = replace(offload, host_memory_gib=AUTO_SHARE * available_bytes() / 2**30)
+            ranks = settings.gpus_per_node or len(machine.gpus) or 1
+            estimate = make_estimate(job, offload, ranks_of_node=min(ranks, job.parallel.gpus))
         except ValueError as error:
             findings.notes.append(f"bytes are not known: {error}")
         else:

@@ -168,4 +168,4 @@ def test_a_strategy_that_there_is_not_is_an_error_with_its_setting():
     ddp = SimpleNamespace(use_megatron_fsdp=True, data_parallel_sharding_strategy="zero3")
     config = SimpleNamespace(optimizer=SimpleNamespace(optimizer="adam"), ddp=ddp, model=None, dist=None)
     with pytest.raises(ValueError, match=r"ddp\.data_parallel_sharding_strategy='zero3': one of no_shard"):
-        states_of_ranks(Job(config, Parallel(8, 1, 1, 1, 1, 1), [], "test"), OffloadConfig())
+        states_of_ranks(Job(config, Parallel(8, 1, 1, 1, 1, 1), [], "test"), OffloadConfig(), 1)

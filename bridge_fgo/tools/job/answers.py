@@ -32,7 +32,7 @@ from bridge_fgo.tools.show import spinner
 
 FOLDER = Path(__file__).with_name("kept")
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core")
-CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "slab_bytes", "piece_bytes", *ALWAYS}
+CHANGES_NO_ANSWER = {"fraction", "gpu_memory_budget_gib", "host_memory_gib", "slab_bytes", "piece_bytes", *ALWAYS}
 """Settings of the offload that decide neither a refusal nor the engine."""
 HERE = "<the folder that the job starts in>"  # Bridge puts it before the default of `checkpoint.save`; nobody reads it
 

@@ -172,13 +172,14 @@ def make_estimate(
     activations: int | None = None,
     states: list[list[StateBytes]] | None = None,
     room: int | None = None,
+    ranks_of_node: int | None = None,
 ) -> Estimate:
     """Return the estimate of a job with some offload, by default its own, and of its copies on some links.
 
     forward, backward: seconds of one microbatch on a rank, where the user knows them; backward is twice the forward by
     default. activations: peak of each stage in bytes, where the user knows it; else they are counted. states: of a
     job of the same tensors, and of an offload that differs in its budget alone; else they are worked out. room: see
-    `Estimate`.
+    `Estimate`. ranks_of_node: of the largest of `links` by default.
 
     Raises:
         ValueError: the states are not those of Adam or Muon, or under Megatron-FSDP not of Adam, so that there is
@@ -192,7 +193,8 @@ def make_estimate(
             f"optimizer.optimizer_state_offload_fraction={share!r}: what mcore's chunked offloader takes is not known "
             "to the plan; use OffloadConfig.fraction (--fraction), which the native engine honours"
         )
-    states = states or states_of_ranks(job, offload)
+    ranks_of_node = ranks_of_node or min(max((link.gpus for link in links), default=1), job.parallel.gpus)
+    states = states or states_of_ranks(job, offload, ranks_of_node)
     is_auto = offload.gpu_memory_budget_gib == "auto"
     # Training measures what "auto" is. Here it is the room of the one system that was named; without one, or without
     # counted activations, everything is offloaded.
@@ -219,6 +221,9 @@ def make_estimate(
     notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
+    if offload.host_memory_gib is not None:
+        counted = "all counts as offloaded" if offload.host_memory_gib == "auto" else f"of {ranks_of_node} ranks"
+        notes.append(f"host_memory_gib={offload.host_memory_gib!r}: {counted}")
     return Estimate(job, offload, stages, states, pinned, of_links, notes, room)
 
 

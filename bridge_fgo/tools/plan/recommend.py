@@ -156,7 +156,7 @@ class Recommender:
         self._of_host, self._room = SYSTEMS[link.name].host_bytes, room or SYSTEMS[link.name].room
         self._unset = (FLAG_OFF,) if job.flag else ()
         self._offload = replace(job.offload, fraction=1.0, gpu_memory_budget_gib=None)
-        self._states = states_of_ranks(job, self._offload)
+        self._states = states_of_ranks(job, self._offload, min(link.gpus, job.parallel.gpus))
         self._as_it_is = self._estimate(job, everything=True)
         if not self._as_it_is.knows_activations:
             raise ValueError(f"--recommend: {not_counted(job.config)}; give --activations-gb")

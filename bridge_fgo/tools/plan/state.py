@@ -103,8 +103,10 @@ def written_back_bytes(part: PartLayout) -> int:
     return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
 
 
-def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
+def states_of_ranks(job: Job, offload: OffloadConfig, ranks_of_node: int) -> list[list[StateBytes]]:
     """Return the states of each rank of each stage: of many experts, what takes the time of an estimate.
+
+    ranks_of_node: those that share `host_memory_gib`, of which "auto" counts as room for all.
 
     Raises:
         ValueError: the states are not those of Adam or Muon, and names the setting; or mcore could not lay the job out.
@@ -124,7 +126,9 @@ def states_of_ranks(job: Job, offload: OffloadConfig) -> list[list[StateBytes]]:
     # Upstream copies masters as they are, and so does Megatron-FSDP's source.
     is_whole = is_served_by_mcore(job, offload) or uses_fsdp(job.config)
     copied = replace(offload, master_remainders=False) if is_whole else offload
-    return [states_of_stage(of_stage, copied) for of_stage in job.held]
+    limit = offload.host_memory_gib
+    host_bytes = limit * 2**30 / ranks_of_node if isinstance(limit, float | int) else math.inf
+    return [states_of_stage(of_stage, copied, host_bytes) for of_stage in job.held]
 
 
 def states_of_stage(held: Held, offload: OffloadConfig, host_bytes: float = math.inf) -> list[StateBytes]:
