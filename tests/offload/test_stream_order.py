@@ -5,7 +5,6 @@ from collections import deque
 from contextlib import nullcontext
 from functools import partial
 
-import debug_transfers
 import pytest
 import torch
 from debug_transfers import DebugTransfers
