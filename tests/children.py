@@ -10,7 +10,7 @@ from typing import NamedTuple
 import forked
 from forked import Server, join
 
-RANKS = Server("fault_child", "rank_child", "restart_child", "frozen", server=forkserver._forkserver)
+RANKS = Server("fault_child", "rank_child", "frozen", server=forkserver._forkserver)
 """multiprocessing's own fork server, which also forks the processes that Bridge and NVRx start by multiprocessing."""
 start, run_python, Program = RANKS.start, RANKS.run, partial(forked.Program, RANKS)
 

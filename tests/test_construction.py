@@ -78,7 +78,7 @@ BUILT = {
 
 
 @pytest.mark.parametrize("kind", in_lanes(BUILT, ("dense", "dist_muon")))
-def test_building_holds_no_more_of_the_states_than_two_parts_and_what_is_built_is_bitwise_a_resident_run(kind):
+def test_building_holds_two_parts_of_the_states_at_most_and_builds_what_a_resident_run_has(kind):
     def built(run):
         if run.options.offload:
             assert run.live_state_bytes() == 0
@@ -105,7 +105,7 @@ def test_masters_that_stay_on_the_device_are_made_there(share):
     both(built, bridge_fgo.OffloadConfig(engine="native", **share))
 
 
-def test_masters_are_made_at_once_where_nothing_is_offloaded_and_else_reach_readers_by_reload_states():
+def test_masters_are_made_at_once_if_nothing_is_offloaded_else_reload_states_brings_them():
     with bridge_fgo.install(PARTS), training(False) as run:
         assert run.live_state_bytes() == sum(master.nbytes for master in masters(run)) > 0
     with training(False) as run:

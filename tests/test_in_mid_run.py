@@ -194,7 +194,7 @@ def interrupt(*args):
     raise KeyboardInterrupt
 
 
-def test_after_ctrl_c_in_a_move_a_new_training_goes_on_and_uninstalls_though_the_old_optimizer_lives(bridge_train):
+def test_after_ctrl_c_in_a_move_a_new_training_goes_on_though_the_old_optimizer_lives(bridge_train):
     # In a notebook the traceback keeps it.
     original, (_, end) = bridge_train.train_step, resident(3)
     bridge_fgo.install(PACKED)

@@ -17,7 +17,6 @@ from saving import load, save
 
 import bridge_fgo
 from bridge_fgo.config import MIB
-from bridge_fgo.states.inner_step import InnerStep
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -146,28 +145,6 @@ def test_hooks_on_the_step_and_a_wrapper_run_once_a_step_with_every_parameter_bi
 
     (_, seen), _ = both(hooked)
     assert len(seen) == 3
-
-
-class OfTheSameStep(torch.optim.AdamW):
-    """A subclass that a step knows nothing of."""
-
-    def zero_grad(self, set_to_none=True):
-        super().zero_grad(set_to_none)
-
-
-def test_a_subclass_with_the_known_step_is_divided_also_where_a_scheduler_counts_its_calls(monkeypatch):
-    updates, update = [], InnerStep.update
-    monkeypatch.setattr(InnerStep, "update", lambda inner, part: (updates.append(part), update(inner, part))[1])
-
-    def scheduled(run):
-        for leaf in run.optimizer.chained_optimizers:
-            torch.optim.lr_scheduler.ConstantLR(leaf.optimizer)
-        seen = steps(run, 2)
-        assert len(updates) > 2 * 2 if run.options.offload else updates == []
-        return seen
-
-    monkeypatch.setattr(torch.optim, "AdamW", OfTheSameStep)
-    both(scheduled)
 
 
 def leaf_of(run):

@@ -144,16 +144,6 @@ def test_adam_has_12_bytes_a_parameter_and_muon_8(options):
     assert (muon > 0) == (options is MUON)
 
 
-def test_fp16_masters_have_a_scale_each_without_which_they_would_be_others():
-    with training(True, adam=FP16_MASTERS) as run:
-        steps(run, 2)
-        bridge_fgo.reload_states()
-        adam = run.optimizer.chained_optimizers[0].optimizer
-        assert {state["master_param"].dtype for state in adam.state.values()} == {torch.float16}
-        scales = [of_param["master_param"].item() for of_param in adam._scales.values()]
-        assert scales and 1.0 not in scales
-
-
 # What moves, and in which order.
 
 

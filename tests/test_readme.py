@@ -76,7 +76,7 @@ def description():
     return ProjectMetadata(str(ROOT), PluginManager()).core.readme
 
 
-def test_a_package_indexs_links_lead_somewhere_and_it_names_the_files_of_readme_in_the_source_distribution(description):
+def test_a_package_indexs_links_lead_somewhere_and_it_names_the_files_that_readme_links_to(description):
     """The files beside README are not there."""
     targets = LINK.findall(CODE.sub("", description))
     assert len(targets) >= 2 and all(target.startswith("https://") for target in targets)

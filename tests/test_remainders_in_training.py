@@ -25,7 +25,7 @@ def masters_and_moments(run):
     return [param for _, param in masters] + moments
 
 
-def test_a_changed_weight_ends_the_step_before_any_update_of_a_chain_and_training_goes_on_when_it_is_put_back():
+def test_a_changed_weight_ends_the_step_before_any_update_and_training_goes_on_once_it_is_put_back():
     with as_resident(3, experts=True) as run:
         steps(run, 3)
         engine, weight = session_of(run).engine, packed_weight(run)

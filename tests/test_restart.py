@@ -3,12 +3,9 @@
 import gc
 import weakref
 
-import children
 import cpu_training
 import pytest
-import restart_child
-from both import PACKED, SMALL, bits, both, resident, session_of, steps, training
-from both import numbers as exact_numbers
+from both import PACKED, SMALL, bits, both, session_of, training
 from bridge_loop import train
 from cpu_training import CpuOptions, CpuTraining
 from saving import assert_same_shards, configured, load, skip_data_of
@@ -22,58 +19,12 @@ RESUME_TO_DISAMBIGUATE, FAILED_ON_RESULT_VALIDATION = 16, 17
 pytestmark = pytest.mark.usefixtures("fused_adam_in_mcore")
 
 
-def faulty_machine(run, mode, fault):
-    """Give the run another rerun state machine, made by Bridge, whose own injector makes a fault in every step."""
-    from megatron.bridge.training.initialize import init_rerun_state
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine, get_rerun_state_machine
-
-    names = {"rerun_mode": mode, "error_injection_type": fault, "error_injection_rate": 1}
-    configured(run, **{f"rerun_state_machine__{name}": value for name, value in names.items()})
-    destroy_rerun_state_machine()
-    init_rerun_state(run.cfg.rerun_state_machine)
-    return get_rerun_state_machine()
-
-
 def exits(run, folder, code):
     """Train, with checkpoints in `folder`, until Bridge ends the process with this code."""
     configured(run, checkpoint__save=str(folder / str(run.options.offload)))
     with pytest.raises(SystemExit) as exit:
         train(run, 6)
     assert exit.value.code == code
-
-
-def test_every_step_twice_to_compare_it_is_bitwise_equal():
-    def twice(run):
-        faulty_machine(run, "report_determinism_stats", "transient_error")
-        seen = steps(run, 3)
-        assert {passes for _, _, _, passes, *_ in seen} == {2}
-        return [numbers[:2] for numbers in seen], bits(run)
-
-    (seen, end), _ = both(twice)
-    once, end_of_once = resident(3, "te")
-    assert [numbers[:2] for numbers in seen] == [of_step[:2] for of_step in exact_numbers(once.steps)]
-    assert end == end_of_once
-
-
-@pytest.mark.parametrize(
-    ("fault", "code"),
-    [
-        ("transient_error", FAILED_ON_RESULT_VALIDATION),
-        ("persistent_error", RESUME_TO_DISAMBIGUATE),
-        ("correct_result", RESUME_TO_DISAMBIGUATE),
-    ],
-)
-def test_a_fault_that_mcore_injects_ends_the_run_as_a_resident_one(tmp_path, fault, code):
-    def ended(run):
-        faulty_machine(run, "validate_results", fault)
-        exits(run, tmp_path, code)
-        assert run.steps == 2, "the first step is not validated"
-
-    both(ended)
-    if code == RESUME_TO_DISAMBIGUATE:
-        assert_same_shards(tmp_path / "True", tmp_path / "False")
-    else:
-        assert not list(tmp_path.rglob("iter_*"))
 
 
 @pytest.mark.parametrize("other_gpu", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -163,14 +114,3 @@ def restart(run):
     """What Bridge's in-process restart does with the old run, in its order (`destroy_state`)."""
     run.close()
     run.state.reset_for_restart()
-
-
-def test_nvrx_restarts_a_training_in_its_process_and_nothing_of_the_old_one_is_left(tmp_path):
-    module = "nvidia_resiliency_ext.inprocess.wrap"
-    pytest.importorskip(module, reason="needs nvidia-resiliency-ext", exc_type=ImportError)
-    with training(False) as run:
-        train(run, restart_child.STEPS)
-        digests = run.digests()
-    (seen,) = children.run_ranks(restart_child.train, children.Ranks(tmp_path / "saved", 1))
-    assert (seen["attempts"], seen["kept"], seen["held"]) == (2, [], [0] * 4)
-    assert seen["digests"] == digests

@@ -3,9 +3,7 @@
 import contextlib
 import functools
 import gc
-import signal
 import time
-import traceback
 
 import async_worker
 import children
@@ -29,46 +27,39 @@ FATES = {
 """Which of the two files that a rank writes is not written whole, and how."""
 
 
-class StillWaiting(Exception):
-    """What ends mcore's waiting."""
-
-
 @contextlib.contextmanager
 def breaking(patch, offload, folder, writer, fate, save):
-    """A training that saves every second step, in the background, whose writer breaks in one save; and its workers."""
+    """A training that saves every second step, in the background, whose writer breaks in one save."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     file, how = FATES[fate]
-    of, workers = f"iter_{save:07d}/{file}", []
+    of = f"iter_{save:07d}/{file}"
     with patch.context() as patch, training(offload) as run:
         # Bridge's clean-up ends the process of mcore's queue, and the next save would spawn another.
         patch.setattr(filesystem_async, "_results_queue", children.context().Manager().Queue())
         if writer == "mcore":
             loop = functools.partial(async_worker.broken_mcore_loop, of, how)
-            workers = async_worker.have_bridge_use("mcore", patch.setattr, quickly=True, loop=loop)
+            async_worker.have_bridge_use("mcore", patch.setattr, quickly=True, loop=loop)
         else:
             async_worker.break_the_writing(of, how, patch.setattr)
         configured(run, checkpoint__save_interval=2, checkpoint__storage_writers_per_rank=2)
         run.cfg.checkpoint.dist_ckpt_optim_fully_reshardable = False
         background(run, writer, folder)
-        yield run, workers
+        yield run
         assert not (folder / f"iter_{save:07d}" / ".metadata").exists()
 
 
-def end_of_training(run, each_step=lambda number: None):
-    """Train four steps; return the error that came out, in words, and the functions that it came through.
+def end_of_training(run, each_step):
+    """Train four steps; return the error that came out, in words.
 
     Cleans up as Bridge's `pretrain` does after any error.
     """
     from megatron.bridge.training.pretrain import _abort_async_checkpoint_worker
 
-    try:
+    with pytest.raises((CheckpointException, TimeoutError)) as error:
         train(run, 4, each_step)
-    except (CheckpointException, StillWaiting, TimeoutError) as error:
-        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        _abort_async_checkpoint_worker(run.state)
-        return repr(error), functions
-    pytest.fail("no error came out of the training")
+    _abort_async_checkpoint_worker(run.state)
+    return repr(error.value)
 
 
 @pytest.fixture
@@ -123,29 +114,6 @@ def wait_for_the_writer(run, writer):
                 time.sleep(0.01)
 
 
-def trained_into(
-    resident, folder, patch, copies, writer, fate, save, each_step=lambda *of: None, prepare=lambda w: None
-):
-    """Train, resident and offloaded, until the broken writer is an error; yield each run, and that error.
-
-    each_step: called with the run and the number of a step; prepare: with the workers. Up to the error all was right.
-    """
-    checkpoint, digests = resident
-    for offload in (False, True):
-        of_run = folder / str(offload)
-        with breaking(patch, offload, of_run, writer, fate, save) as (run, workers):
-            prepare(workers)
-            yield run, *end_of_training(run, lambda number, run=run: each_step(run, number))
-            assert run.digests() == digests[run.state.train_state.step]
-            assert not offload or none_is_left(copies)
-        if save == 2:
-            assert not (of_run / "latest_checkpointed_iteration.txt").exists()
-        else:
-            assert newest(of_run).name == checkpoint.name
-            if offload:  # a CPU run shares resident states with a persistent worker, and goes on writing them
-                assert_same_shards(newest(of_run), checkpoint)
-
-
 @pytest.mark.parametrize(
     ("writer", "fate", "save"),
     [
@@ -157,60 +125,23 @@ def trained_into(
     ],
 )
 def test_a_writer_that_breaks_is_an_error_of_the_training(resident, tmp_path, monkeypatch, copies, writer, fate, save):
-    def wait(run, number):
-        if number == 3:
-            wait_for_the_writer(run, writer)
+    checkpoint, digests = resident
+    for offload in (False, True):
+        folder = tmp_path / str(offload)
+        with breaking(monkeypatch, offload, folder, writer, fate, save) as run:
 
-    for run, error, _ in trained_into(resident, tmp_path, monkeypatch, copies, writer, fate, save, wait):
-        assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
-        assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
+            def wait(number, run=run):
+                if number == 3:
+                    wait_for_the_writer(run, writer)
 
-
-def polls(workers, most):
-    """Stand for the sleep between two of mcore's looks for a result: of a worker that is dead it may look so often."""
-    left = most
-
-    def sleep(seconds):
-        nonlocal left
-        left -= not workers[0].is_alive()
-        if left == 0:
-            raise StillWaiting
-        time.sleep(seconds / 10)
-
-    return sleep
-
-
-@pytest.mark.parametrize("fate", ["killed", "failed in a thread"])
-def test_a_persistent_worker_that_died_is_waited_for_resident_too(resident, tmp_path, monkeypatch, copies, fate):
-    # Upstream's own: `PersistentAsyncCaller.is_current_async_call_done` asks a queue every tenth of a second, and never
-    # whether the process lives. On several ranks the others wait in a collective, which times out.
-    from megatron.core.dist_checkpointing.strategies import async_utils
-
-    def poll_soon(workers):
-        monkeypatch.setattr(async_utils, "sleep", polls(workers, 20))
-
-    for run, _, functions in trained_into(resident, tmp_path, monkeypatch, copies, "mcore", fate, 4, prepare=poll_soon):
-        assert functions[-2] == "is_current_async_call_done"
-        assert run.state.train_state.step == 4
-
-
-def test_training_goes_on_without_its_worker_until_the_next_save_resident_too(resident, tmp_path, monkeypatch, copies):
-    # Upstream's own: `PersistentAsyncCaller.schedule_async_call` waits for the dead worker to take the tensors. And
-    # where that is interrupted the process does not end: Python joins the thread that feeds the worker's queue.
-    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-
-    schedule = PersistentAsyncCaller.schedule_async_call
-
-    def schedule_soon(self, request):
-        if request.call_idx == 1:
-            started[-1][0].join()
-            self._persistent_queue.cancel_join_thread()
-            self._persistent_preload_q.cancel_join_thread()
-            signal.setitimer(signal.ITIMER_REAL, 2)
-        schedule(self, request)
-
-    monkeypatch.setattr(PersistentAsyncCaller, "schedule_async_call", schedule_soon)
-    started, row = [], ("mcore", "killed", 2)
-    for run, _, functions in trained_into(resident, tmp_path, monkeypatch, copies, *row, prepare=started.append):
-        assert "schedule_async_call" in functions
-        assert run.state.train_state.step == 4
+            error = end_of_training(run, wait)
+            assert ("No space left" in error or "Worker failure" in error) == (fate == "failed"), error
+            assert run.state.train_state.step in ((2, 3) if save == 2 else (4,))
+            assert run.digests() == digests[run.state.train_state.step]
+            assert not offload or none_is_left(copies)
+        if save == 2:
+            assert not (folder / "latest_checkpointed_iteration.txt").exists()
+        else:
+            assert newest(folder).name == checkpoint.name
+            if offload:  # a CPU run shares resident states with a persistent worker, and goes on writing them
+                assert_same_shards(newest(folder), checkpoint)

@@ -253,24 +253,6 @@ def test_a_chunks_forward_ends_with_its_last_group_also_where_its_first_stay_on_
         train(offload, schedule, **STAYS[stays])
 
 
-@EVERY
-def test_mcore_copies_more_in_its_first_iteration_alone_which_is_none_that_peaks_are_measured_in(
-    offload, waits, schedule, monkeypatch
-):
-    """States are measured in the second step that updates (`tests/offload/test_measuring.py`), at the earliest."""
-    copied, copies_out = [], offload.module.ChunkOffloadHandler.offload
-
-    def counted(handler, src_tensor, *args, **kwargs):
-        copied.append(offload.order.iteration)
-        return copies_out(handler, src_tensor, *args, **kwargs)
-
-    monkeypatch.setattr(offload.module.ChunkOffloadHandler, "offload", counted)
-    with waits():
-        train(offload, schedule, rows=((2,) * 4,) * 5)
-    first, *others = (copied.count(iteration) for iteration in range(1, 6))
-    assert first > others[0] > 0 and len(set(others)) == 1
-
-
 @pytest.fixture
 def pieces(offload, monkeypatch):
     """Return what has mcore copy tensors to the host by its own verb, and tells the copies and what came back."""
@@ -302,7 +284,7 @@ def test_no_stream_gets_more_bytes_than_a_piece_before_another_has_its_turn(wait
         assert torch.equal(tensor, copy)
 
 
-def test_copies_that_mcore_delays_until_after_a_layers_graph_are_made_with_gradients_on_and_have_none(waits, pieces):
+def test_copies_that_mcore_delays_until_after_a_layers_graph_have_no_gradients(waits, pieces):
     """Hooks of saved tensors get these as they are; mcore's forward flushes what it has delayed."""
     saved = of(200).requires_grad_() * 1
     for tensors in ([saved], [saved, saved]):  # whose buffers are taken again
@@ -377,7 +359,7 @@ def host(monkeypatch):
 
 
 @EVERY
-def test_host_memory_for_activations_that_a_node_has_not_is_refused_as_the_first_iteration_asks_for_it(
+def test_host_memory_for_activations_that_a_node_has_not_is_refused_in_the_first_iteration(
     offload, waits, host, monkeypatch, schedule
 ):
     of_pool = [NAMES[:2]] * LAYERS
@@ -415,9 +397,7 @@ def test_host_memory_for_activations_of_experts_is_refused_too_in_the_first_iter
         train(offload, ONE_STAGE, layers=[("moe_act",)])
 
 
-def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_before_they_are_copied_if_it_is_more(
-    monkeypatch, cpu_standins
-):
+def test_host_memory_for_layers_that_transformer_engine_offloads_is_asked_for_before_a_copy(monkeypatch, cpu_standins):
     """Transformer Engine's own class is not here: what is wrapped is a method of an object with its fields."""
     free = 2 * 64 + 16
     monkeypatch.setattr(activation_offload, "free_for_each_rank", lambda: free)

@@ -54,7 +54,7 @@ def hooked(model, points=None):
         yield marks
 
 
-def test_layers_their_children_and_the_norm_report_forward_and_backward_and_many_layers_without_their_children():
+def test_layers_and_the_norm_report_forward_and_backward_and_their_children_if_layers_are_few():
     """The end of the head's backward is a point too, before any layer's backward."""
     model, seen = Model(2), []
     with hooked([model]) as marks:
@@ -70,7 +70,7 @@ def test_layers_their_children_and_the_norm_report_forward_and_backward_and_many
     assert len(layers(Model(ENOUGH_LAYERS))) == 1 + ENOUGH_LAYERS + 1
 
 
-def test_nothing_is_hooked_that_mcore_captures_and_a_child_of_many_layers_is_a_layer_if_it_keeps_no_hooks():
+def test_nothing_is_hooked_that_mcore_captures_nor_children_that_keep_hooks():
     # Its CudaGraphManager allows no pre-forward hooks but DDP's on a layer that it replays, nor on what that holds.
     model = Model(3)
     graphed = model.decoder.layers[:2]
@@ -171,7 +171,7 @@ def test_a_weight_that_goes_into_a_layer_reports_each_backward_once_and_keeps_no
     assert seen == [[0, 1, ~1, 0, 1, ~1, 0, 1]] * 3
 
 
-def test_a_backward_is_reported_by_the_first_input_that_has_a_gradient_and_none_of_what_will_be_recomputed():
+def test_a_backward_is_reported_by_the_first_input_with_a_gradient_and_not_if_it_is_recomputed():
     model = Model(1)
     mask, hidden, other = (torch.ones(3, 4, requires_grad=grad) for grad in (False, True, True))
     with hooked([model]) as marks:
@@ -204,7 +204,7 @@ def test_a_copied_hook_reports_nothing_after_the_step():
     assert hook.func.__self__._point is None, "nothing of the training lives as long as the model"
 
 
-def test_marks_say_which_layer_what_goes_in_and_what_has_not_come_back_and_a_recomputed_layer_is_live_once():
+def test_marks_say_which_layer_what_goes_in_and_what_is_live_recomputed_layers_once():
     model = Model(ENOUGH_LAYERS)
     nbytes = 3 * 4 * 4
     with hooked([model]) as marks:
@@ -253,7 +253,7 @@ def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
     assert [(mark.nbytes, mark.live) for mark in marks] == [(0, 0), (0, 0)]
 
 
-def test_hooks_of_a_watched_pass_are_on_no_child_nor_tensor_and_what_it_reports_is_what_was_measured():
+def test_hooks_of_a_watched_pass_are_on_no_child_nor_tensor_and_report_what_was_measured():
     model, points, hidden = Model(2), ModelPoints(), torch.ones(3, 4, requires_grad=True)
     numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
     with hooked([model], points) as marks:

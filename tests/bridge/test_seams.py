@@ -1,8 +1,6 @@
 """The other bindings of the table: compiled helpers, MIMO's step, QK-clip, building the optimizer; what is reported."""
 
-import importlib.util
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -11,7 +9,6 @@ import torch
 from test_order import WHOLE_STEP
 
 import bridge_fgo
-from bridge_fgo.bridge import before_training
 
 
 @pytest.mark.parametrize("helper", ["built", None])
@@ -27,21 +24,6 @@ def test_bridge_goes_on_when_make_fails_if_the_helper_is_built_and_exits_as_ever
             initialize.compile_helpers()
     else:
         initialize.compile_helpers()
-
-
-def test_with_the_wheels_as_people_install_them_bridge_goes_on(installed):
-    """Nothing mocked: mcore's wheel has no Makefile, so mcore's own compile_helpers exits the process."""
-    from megatron.bridge.training import initialize
-    from megatron.core import datasets
-
-    if (Path(datasets.__path__[0]) / "Makefile").exists():
-        pytest.skip("this mcore has a Makefile")
-    # Of a module of its own: arms that ran in this process have replaced the function in the other for good.
-    fresh = importlib.util.module_from_spec(initialize.__spec__)
-    initialize.__spec__.loader.exec_module(fresh)
-    with pytest.raises(SystemExit):
-        fresh.compile_helpers()
-    before_training.compile_helpers(fresh.compile_helpers, None, (), {})
 
 
 @pytest.fixture

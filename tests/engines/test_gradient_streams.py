@@ -259,7 +259,7 @@ def test_after_an_error_in_a_backward_memory_goes_once_those_that_add_are_over(o
     end(training)  # autograd has had the training stream wait for nothing
 
 
-def test_an_end_that_waits_for_a_reduction_which_never_is_over_raises_in_a_while_and_gives_nothing_back(monkeypatch):
+def test_an_end_that_waits_for_a_reduction_which_never_ends_raises_and_gives_nothing_back(monkeypatch):
     transfers, is_over = Transfers(), threading.Event()
     gradients = taken(ddp := FakeDdp(), transfers)
     step(ddp, gradients)

@@ -162,22 +162,6 @@ def test_what_has_memory_at_each_point_of_a_step(kind, name):
             assert len(points) == 2 * a_pass * (2 if kind == "rerun" and number == 1 else 1) + 1
 
 
-@pytest.mark.parametrize("config", [pytest.param(LAZY, marks=pytest.mark.slow), OFF], ids=["lazy", "off"])
-def test_gradients_that_are_read_between_steps_are_those_of_a_resident_run(config):
-    def train(run):
-        seen = []
-        for _ in range(2):
-            for read in (lambda p: p.main_grad, lambda p: p.main_grad.norm()):
-                seen.append(exact([read(p) for chunk in run.model for p in chunk.parameters()]))
-                for chunk in run.model:
-                    chunk.zero_grad_buffer()
-            seen.append(steps(run))
-            seen.append(exact([bucket.grad_data for chunk in run.model for bucket in chunk.buffers[0].buckets]))
-        return seen
-
-    both(train, config, **THREE)
-
-
 def log_what_is_held(run):
     """Have a run log, and halve, gradients and views of them that are made once, now; returns what it logs."""
     params = [param for chunk in run.model for param in chunk.parameters() if param.requires_grad]

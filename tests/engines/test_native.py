@@ -71,7 +71,7 @@ def test_fraction_releases_that_share_of_the_bytes(fraction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_tensor_that_somebody_replaced_is_taken_in_and_one_of_another_dtype_is_an_error_that_loses_nothing(dtype):
+def test_a_replaced_tensor_is_taken_in_and_one_of_another_dtype_is_an_error_that_loses_nothing(dtype):
     training, optimizer = make()
     training.update()
     most_released(training)

@@ -91,7 +91,7 @@ def run(training, steps):
     return came
 
 
-def test_just_what_is_needed_leaves_or_what_pytorch_may_take_or_everything_and_nothing_where_all_fits(monkeypatch):
+def test_just_what_is_needed_leaves_and_nothing_if_all_fits(monkeypatch):
     training = automatic(monkeypatch, whole=4 * WHOLE)
     assert run(training, 6)[3:] == [0, 0, 0]
     assert training.residencies == {SlabState.RESIDENT}

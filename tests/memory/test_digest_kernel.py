@@ -108,3 +108,23 @@ def test_what_neither_begins_nor_ends_at_a_word_is_left_to_the_operators(monkeyp
     assert [of[0] is sums for of in launched] == [True]
     assert launched[0][1:] == (0, whole.numel() // 8, whole.data_ptr())
     assert sums[0] == 0 and sums[1] != 0 and sums[2] == mine[0]
+
+
+def sums(*tensors):
+    return byte_sums(tensors).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 4096])
+def test_equal_bytes_have_equal_sums_wherever_they_lie(size):
+    data = torch.randint(256, (size + 3,), dtype=torch.uint8)
+    assert sums(data[3:]) == sums(data[3:].clone())
+
+
+def test_every_change_of_a_bit_changes_the_sum_and_zeros_of_other_lengths_have_others():
+    data = torch.randint(256, (61,), dtype=torch.uint8)
+    before = sums(data)
+    for place in range(8 * data.numel()):
+        changed = data.clone()
+        changed[place // 8] ^= 1 << (place % 8)
+        assert sums(changed) != before
+    assert len(set(sums(*(torch.zeros(n, dtype=torch.uint8) for n in (8, 15, 16, 24))))) == 4

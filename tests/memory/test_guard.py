@@ -160,18 +160,6 @@ def test_code_that_makes_new_views_in_each_step_is_told_once(small, monkeypatch)
     assert "make and keep such views once" in line and said.index(line) == guard.MANY_LOOKS - 1
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_views_from_before_the_first_offload_see_every_update(name, small):
-    training = Training(layer=500, master_remainders=False)
-    pairs = []
-    for _ in range(3):
-        pairs += [[VIEWS[name](tensor) for tensor in pair] for pair in training.states()]
-        training.away()
-        assert all(mine.equal(of_twin) for mine, of_twin in pairs)
-        training.engine.reload()
-        training.finish()
-
-
 # Storages that a sleep empties.
 
 
@@ -188,22 +176,19 @@ def asleep(slab):
     slab.empty()
 
 
-NOT_OF_A_MATRIX = {"repr", "other_memory"}
-
-
-@pytest.mark.parametrize("name", sorted(ACCESSES.keys() - NOT_OF_A_MATRIX))
-def test_whatever_touches_a_storage_that_is_away_is_told_what_to_call(name):
-    tensor, slab = storage()
-    parameter = torch.nn.Parameter(tensor)  # as models have them
-    asleep(slab)
-    for each in (tensor, parameter):
-        with pytest.raises(RuntimeError, match=r"the buffer.*call wake\(\) first"), torch.no_grad():
-            ACCESSES[name](each)
-    assert isinstance(parameter, torch.nn.Parameter) and parameter.shape == (3, 4)
-    slab.fill()
-    slab.copy_in()
-    assert type(parameter) is torch.nn.Parameter and type(tensor) is torch.Tensor
-    assert parameter.equal(torch.arange(12.0).view(3, 4)) and tensor.sum() == 66
+def test_views_of_an_emptied_storage_are_valid_again_and_ranges_come_back():
+    buffer = torch.arange(100, dtype=torch.int16)
+    view = buffer[10:20].view(2, 5)
+    slab = StorageSlab(view, "it", "reload()", [(0, 40), (60, 80)])
+    slab.map_host()
+    assert slab.copy_out() == 60
+    assert slab.empty() == 200 and slab.empty() == 0 and view.untyped_storage().nbytes() == 0
+    assert slab.fill(zeroed=True) == 200 and slab.fill() == 0
+    assert not buffer.any()
+    assert slab.copy_in() == 60
+    expected = torch.arange(100, dtype=torch.int16)
+    expected[20:30] = expected[40:] = 0
+    assert torch.equal(buffer, expected) and torch.equal(view, expected[10:20].view(2, 5))
 
 
 def test_a_tensor_has_its_own_name_in_the_error_also_where_it_is_frozen(monkeypatch):

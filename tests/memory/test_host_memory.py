@@ -181,7 +181,7 @@ def test_the_least_limit_counts_of_the_cgroups_that_the_process_is_in(host, tmp_
     assert f"the node has {50 * GIB} bytes, {15 * GIB} of them free" in refusal
 
 
-def test_what_a_process_has_is_of_the_nodes_that_it_is_bound_to_and_what_the_kernel_gives_back_is_free(numa):
+def test_a_process_has_the_memory_of_the_nodes_it_is_bound_to_with_what_the_kernel_gives_back(numa):
     assert numa(30, 45) == numa(30, 45, policy="interleave:0") == numa(30, 45, policy="prefer:0") == pools()[:1]
     assert numa(20, 15, 40, policy="bind:0-1")[1][1:3] == (100 * GIB, 35 * GIB)
     clean = {"Active(file)": 8, "Inactive(file)": 4, "Dirty": 2, "Writeback": 1, "SReclaimable": 3}

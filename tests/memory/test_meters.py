@@ -38,7 +38,7 @@ def counters(monkeypatch, **peaks):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
 
 
-def test_memory_that_waits_for_a_copy_counts_where_it_is_asked_for_in_no_reported_peak_and_is_no_hole(monkeypatch):
+def test_memory_that_waits_for_a_copy_counts_if_asked_for_in_no_reported_peak_and_is_no_hole(monkeypatch):
     counters(monkeypatch, allocated_bytes=40, active_bytes=60, reserved_bytes=70)
     for meter, needed, holes in ((PeakMeter(), 40, 30), (PeakMeter(ACTIVE), 60, 10)):
         assert (meter.end_interval(), meter.end_phase(), meter.holes) == (needed, 40, holes)

@@ -103,7 +103,7 @@ def test_masters_are_copied_in_part_if_asked_for_and_not_paused(asked, packs):
     assert (training.engine.traffic.out >= 4 * sum(SIZES)) is not (asked and packs)
 
 
-def test_what_the_weights_were_not_rounded_from_or_a_nan_with_a_payload_is_copied_whole_and_needs_no_check():
+def test_what_no_weight_was_rounded_from_or_a_nan_with_a_payload_is_copied_whole_and_unchecked():
     training = make()
     for one in (*training.optimizers, *training.twins):
         weights_of(one)[0].mul_(1.5)
@@ -436,7 +436,7 @@ def test_masters_that_are_given_up_are_errors_and_a_close_brings_all_the_others(
             NativeEngine([lost], OffloadConfig(engine="native", **again), PeakMeter())
 
 
-def test_masters_that_one_source_has_lost_forbid_the_steps_of_all_and_the_saves_of_it_alone_until_they_are_written():
+def test_masters_that_a_source_has_lost_forbid_all_steps_and_its_own_saves_until_they_are_written():
     training, weight = updated(optimizers=2)
     engine, (source, lost) = training.engine, training.sources
     weight[0] += 1

@@ -38,7 +38,7 @@ def test_copies_keep_as_many_queues_as_without_the_variable_of_kernels(environme
     assert OF_COPIES not in os.environ
 
 
-def test_a_number_of_the_users_stays_and_where_cuda_is_in_use_a_shortage_is_said_and_not_papered_over(environment):
+def test_a_number_of_the_users_stays_and_if_cuda_is_in_use_a_shortage_is_said(environment):
     environment.setenv(OF_COPIES, "2")
     assert not copy_queues.keep_enough()
     assert os.environ[OF_COPIES] == "2"

@@ -83,7 +83,7 @@ def test_the_change_of_a_slab_itself_does_not_count(training):
     assert measured(training).step < BESIDE
 
 
-def test_a_skipped_step_says_nothing_of_what_an_update_needs_and_a_pass_given_up_leaves_the_next_to_its_plan(training):
+def test_a_skipped_step_measures_no_update_and_a_pass_given_up_leaves_the_next_to_its_plan(training):
     training.step(skip=True)
     assert not training.schedule.holding.plans
     training.step()

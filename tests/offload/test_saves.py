@@ -167,7 +167,7 @@ def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes
     assert all(slab.state is SlabState.RELEASED for slab in engine.slabs if slab is not borrowed[2])
 
 
-def test_what_is_not_offloaded_or_was_replaced_is_saved_as_it_is_and_what_a_load_does_not_write_is_kept():
+def test_what_is_not_offloaded_is_saved_as_it_is_and_what_a_load_does_not_write_is_kept():
     training = made(fraction=0.2)
     (source,) = training.sources
     offloaded = {i for part in training.parts() for i in part.ids}
@@ -193,7 +193,7 @@ def test_what_is_not_offloaded_or_was_replaced_is_saved_as_it_is_and_what_a_load
     assert are_equal(handed, expected)
 
 
-def test_each_of_two_optimizers_that_are_saved_at_once_hands_out_its_own_states_and_leaves_them_where_they_are():
+def test_each_of_two_optimizers_that_are_saved_at_once_hands_out_its_own_states_and_moves_none():
     training = made(optimizers=2)
     one, other = training.sources
     with training.engine.saving(one, copies=True), training.engine.saving(other, copies=False):
@@ -252,7 +252,7 @@ def test_a_lent_state_is_the_whole_of_a_shared_storage_and_a_copy_of_it_is_ordin
         assert torch.equal(pickle.loads(ForkingPickler.dumps(other)), state.to(other.dtype))
 
 
-def test_steps_write_no_byte_that_a_writer_reads_and_saves_get_copies_until_it_is_done_and_then_its_buffers():
+def test_steps_write_no_byte_that_a_writer_reads_and_saves_get_copies_until_it_is_done():
     training = lending()
     first = save(training)
     of_first, lenders = clones(first), [slab for slab in training.slabs() if slab.is_lent]
@@ -347,7 +347,7 @@ def mappings():
     return Path("/proc/self/maps").read_text().count("memfd:bridge_fgo")
 
 
-def test_however_torch_hands_memory_over_a_buffer_goes_as_one_file_and_the_other_process_has_its_bytes(monkeypatch):
+def test_however_torch_hands_memory_over_a_buffer_goes_as_one_file_with_its_bytes(monkeypatch):
     sent = []
     monkeypatch.setattr(torch.multiprocessing, "get_sharing_strategy", lambda: "file_system")
     monkeypatch.setattr(host_buffer, "DupFd", lambda file: sent.append(file) or DupFd(file))

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from fake_training import MANY_SIZES, POINTS, WHOLE, Training, mark, most_held_in, trained
+from fake_training import MANY_SIZES, WHOLE, Training, mark, most_held_in, trained
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,18 +16,7 @@ from bridge_fgo.offload import schedule
 TOGETHER = {"layer": WHOLE // 2, "together": WHOLE, "sizes": MANY_SIZES}
 
 
-def test_slabs_leave_late_and_come_early_once_peaks_are_known_and_come_without_a_copy_if_they_have_not_left():
-    training = Training(layer=WHOLE // 4)
-    for _ in range(2):
-        training.step()
-        assert training.held == [0] * (POINTS + 1)  # released throughout, until there are peaks to go by
-    for _ in range(3):
-        training.step()
-        held = training.held
-        assert held[0] > held[2] > 0 == held[4]
-    assert held[-1] > held[-3] > 0
-
-    # Activations need no more than states do: nothing has to leave at point 0.
+def test_what_the_next_update_needs_comes_by_one_copy_each_if_there_is_room_before_it():
     training = trained(4, layer=WHOLE)
     before = training.engine.traffic.back
     training.step()
@@ -165,22 +154,6 @@ def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, opti
     assert [one.copied for one in training.optimizers] == [list(map(id, of_one)) for of_one in masters]
 
 
-def test_a_shorter_pass_and_another_number_of_microbatches_are_planned_for_themselves():
-    training = trained(layer=WHOLE // 4)
-    training.steps(3, points=POINTS - 2)
-    assert training.held[0] > training.held[3] > training.held[4] == 0
-    assert sorted(len(plan.leave) for plan in training.schedule.holding.plans) == [POINTS - 1, POINTS + 1]
-
-    training = trained(layer=WHOLE // 4)
-    training.schedule.kind = 2
-    training.step()
-    assert training.held == [0] * (POINTS + 1)
-    for kind in (2, 1):
-        training.schedule.kind = kind
-        training.step()
-        assert training.held[0] > 0
-
-
 def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(monkeypatch):
     training = trained(4, layer=WHOLE // 2, budget=2 * WHOLE + WHOLE // 3)
     parts = training.parts()
@@ -195,7 +168,7 @@ def test_what_has_landed_steps_first_then_what_stays_then_what_is_on_its_way(mon
     assert order == [moving[0], *staying, *moving[1:]]
 
 
-def test_what_a_reader_brings_back_or_is_written_in_the_pass_leaves_again_and_a_late_point_moves_nothing():
+def test_what_a_reader_or_writer_brings_back_in_a_pass_leaves_again_and_a_late_point_moves_nothing():
     # MXFP8's copy to the parameter buffer reads the masters after the pass has begun, when they may be on the host.
     training = trained(4, layer=WHOLE)
     training.schedule.release_everything()

@@ -1,11 +1,10 @@
 """What the GPU holds at most: in the pass, in the optimizer step, under a budget; with made-up peaks."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
 import pytest
-import torch
 from fake_training import (
     MANY_SIZES,
     POINTS,
@@ -28,10 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from bridge_fgo.memory.layout import part_bytes
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.offload import policy, schedule
+from bridge_fgo.offload import policy
 from bridge_fgo.offload.slab_queue import SlabQueue
-
-MANY_WHOLE = 12 * sum(MANY_SIZES)
 
 
 def two_parts(training):
@@ -53,16 +50,6 @@ def average_of_weights(optimizer, args, kwargs):
 
 
 # The step.
-
-
-@pytest.mark.parametrize("hook", [None, torch.profiler._optimizer_post_hook], ids=["none", "kineto's"])
-@pytest.mark.parametrize("how", [{}, {"together": WHOLE, "sizes": MANY_SIZES}], ids=["alone", "together"])
-def test_the_step_holds_two_parts_where_there_is_no_room(hook, how):
-    training = trained(1, step=WHOLE, **how)  # the step itself is the peak
-    with hooked(hook) if hook else nullcontext():
-        for _ in range(3):
-            held = most_held_in(training, training.step)
-            assert held <= training.schedule.step_limit == two_parts(training)
 
 
 HOW = {
@@ -106,20 +93,6 @@ def test_no_step_holds_more_than_its_limit_nor_than_a_budget_leaves(how, share, 
                 training.finish()
             assert max(held) <= limit
             assert share is None or not schedule.is_planned or max(held) + how["step"] <= budget
-
-
-@pytest.mark.parametrize("held", ["masters of quantized weights", "parts that stay"])
-def test_what_goes_together_leaves_room_for_what_is_held(monkeypatch, held):
-    whole, how = MANY_WHOLE, {"sizes": MANY_SIZES, "together": MANY_WHOLE}
-    if held == "parts that stay":
-        training = trained(layer=whole // 2, step=2 * whole, budget=2 * whole + whole // 2, **how)
-    else:
-        training = trained(step=3 * whole, quantized=True, **how)
-    groups, asked = schedule._groups, []
-    monkeypatch.setattr(schedule, "_groups", lambda run, together: asked.append(together) or groups(run, together))
-    assert most_held_in(training, training.step) <= training.schedule.step_limit
-    nbytes = training.staying + training.schedule.holding.held_through_step
-    assert nbytes and asked and max(asked) <= (training.schedule._plan.step - nbytes) // schedule.GROUPS_HELD
 
 
 def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
@@ -234,7 +207,7 @@ def test_a_budget_holds_also_where_blocks_are_larger_than_slabs(monkeypatch, sha
     assert max(peaks) <= budget and training.staying
 
 
-def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_said_by_the_rank_it_concerns():
+def test_a_budget_that_cannot_be_met_is_an_error_and_one_that_holds_no_more_is_said():
     training = trained(1, layer=WHOLE, budget=4 * WHOLE - 1)
     with pytest.raises(ValueError, match=r"gpu_memory_budget_gib=.*cannot be met.*needs 0\.01 GiB"):
         training.step()

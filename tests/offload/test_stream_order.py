@@ -1,11 +1,10 @@
 """No two streams use the same memory at once, and each wait is needed."""
 
 import random
-from collections import Counter, deque
+from collections import deque
 from contextlib import nullcontext
 from functools import partial
 
-import debug_transfers
 import pytest
 import torch
 from debug_transfers import DebugTransfers
@@ -176,23 +175,6 @@ def test_no_two_streams_meet_in_the_same_memory(order, seed, debug):
         pytest.fail(str(race), pytrace=False)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("updates_are_seen")
-def test_debug_mode_goes_without_the_waits_that_training_goes_without(order, monkeypatch):
-    copies = Counter()
-    copy = Lane.copy
-
-    def count(lane, target, source, nbytes, done, after=()):
-        copies[lane._copier.to_gpu, bool(after)] += 1
-        copy(lane, target, source, nbytes, done, after)
-
-    monkeypatch.setattr(Lane, "copy", count)
-    for seed in range(4):
-        train(order, seed, debug=True)
-    for to_gpu in (False, True):
-        assert copies[to_gpu, False] > 20 and copies[to_gpu, True] > 20
-
-
 @pytest.mark.usefixtures("updates_are_seen")
 def test_points_that_pass_on_a_side_stream_move_slabs_on_the_training_stream(order, monkeypatch):
     seen = set()
@@ -274,10 +256,6 @@ def replaced(label, name, replacement):
 
 
 without_wait_for_what_landed = replaced("without_wait_for_what_landed", "wait_in", lambda transfers, slab: None)
-
-
-def with_poison_that_is_not_ordered(patch):
-    patch.setattr(debug_transfers, "order_anew", lambda transfers: None)
 
 
 def without_order_before_copies_out(patch):
@@ -393,24 +371,12 @@ FAULTS = [
     with_masters_made_together_before_they_have_landed,
     with_masters_packed_together_once_copies_are_ordered,
 ]  # fmt: skip
-FAULTS_OF_DEBUG_MODE = [
-    without_order_before_copies_in,
-    with_an_order_that_outlives_its_block,
-    with_what_was_written_not_ordered,
-    with_poison_that_is_not_ordered,
-]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.usefixtures("updates_are_seen")
-def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=False):
+def test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault):
     fault(monkeypatch)
     with pytest.raises(Race):
         for seed in range(100):  # few are enough for most, but which ones depends on the order of sets
-            train(order, seed, debug, **getattr(fault, "given", {}))
-
-
-@pytest.mark.parametrize("fault", FAULTS_OF_DEBUG_MODE, ids=lambda fault: fault.__name__)
-@pytest.mark.usefixtures("updates_are_seen")
-def test_without_one_of_the_waits_two_streams_meet_in_debug_mode_too(order, monkeypatch, fault):
-    test_without_one_of_the_waits_two_streams_meet(order, monkeypatch, fault, debug=True)
+            train(order, seed, **getattr(fault, "given", {}))

@@ -5,11 +5,9 @@ import dataclasses
 from unittest import mock
 
 import both
-import cpu_training
-import fused_adam
 import pytest
 import torch
-from cpu_training import CpuOptions, CpuTraining
+from cpu_training import CpuOptions
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
@@ -48,15 +46,12 @@ def options(**changes):
     return CpuOptions(**both.SMALL | changes)
 
 
-def resident(steps, **changes):
-    """Return the steps and the bits of a training that never sleeps, and of which no test patches what trains."""
-    both.resident(max(steps, 6), **changes)  # shorter ones are its beginning
-    record, bits = both.resident(steps, **changes)
-    return record.steps, bits
-
-
-def resident_now(steps, writes=(), **changes):
-    """Return the same of a training that is patched as the test has it, and written by hand as `Sleeper.writes`."""
+def resident(steps, writes=(), **changes):
+    """Return the steps and the bits of a training that never sleeps, and is written by hand as `Sleeper.writes`."""
+    if not writes:
+        both.resident(max(steps, 6), **changes)  # shorter ones are its beginning
+        record, bits = both.resident(steps, **changes)
+        return record.steps, bits
     seen = []
     with both.training(False, **changes) as run:
         for number in range(steps + 1):
@@ -69,8 +64,8 @@ def resident_now(steps, writes=(), **changes):
 class Sleeper:
     """A training and its Residency, whose verbs check after each call what has memory, and whose bits are there."""
 
-    def __init__(self, training, changes, is_patched=False):
-        self.training, self.changes, self.is_patched, self.seen = training, changes, is_patched, []
+    def __init__(self, training, changes):
+        self.training, self.changes, self.seen = training, changes, []
         self.how = {}
         """Arguments of the Residency."""
         self.writes = []
@@ -262,10 +257,7 @@ class Sleeper:
         """End the training; check what was seen, and its state, against a training that never sleeps."""
         bits = both.bits(self.training)
         self.training.close()
-        if self.writes or self.is_patched:
-            steps, expected = resident_now(len(self.seen), self.writes, **self.changes)
-        else:
-            steps, expected = resident(len(self.seen), **self.changes)
+        steps, expected = resident(len(self.seen), self.writes, **self.changes)
         assert both.numbers(self.seen) == both.numbers(steps)
         assert bits == expected
 
@@ -278,21 +270,15 @@ def double_masters(training):
 
 
 @contextlib.contextmanager
-def sleeping(patch, flag=None, prepare=None, **changes):
-    """A `Sleeper` of a training. patch: a monkeypatch.
-
-    flag: the config that is installed for it, with the flag set. prepare: changes what options cannot.
-    """
-    if prepare is not None:
-        prepare(patch)
-    installed = contextlib.nullcontext() if flag is None else bridge_fgo.install(flag)
-    options_ = options(**{"offload": flag is not None} | changes)
-    with installed, CpuTraining(options_) as training:
-        yield Sleeper(training, changes, prepare is not None)
+def sleeping(flag=None, **changes):
+    """A `Sleeper` of a training. flag: the config that is installed for it, with the flag set."""
+    is_set = flag is not None
+    with both.training(is_set, flag or WHOLE, installed=is_set, **changes) as training:
+        yield Sleeper(training, changes)
 
 
 @pytest.fixture
-def sleeper(cpu_standins, poisoned, monkeypatch):
+def sleeper(cpu_standins, poisoned):
     """A function that makes a `Sleeper`, trained for some steps; one at a time.
 
     config: of its Residency. early: make that before the first step, which makes the moments. how: as `sleeping`.
@@ -301,7 +287,7 @@ def sleeper(cpu_standins, poisoned, monkeypatch):
 
         def make(steps=1, config=None, early=False, **how):
             stack.close()
-            made = stack.enter_context(sleeping(monkeypatch, **how))
+            made = stack.enter_context(sleeping(**how))
             made.how = {"config": config}
             assert not early or made.res is not None
             made.train(steps)
@@ -358,36 +344,6 @@ def disk(tmp_path, monkeypatch):
 def poisoned(monkeypatch):
     """Storages are overwritten before they go."""
     poison(monkeypatch)
-
-
-def configured(change):
-    """Return a function that has trainings be configured by another one. change: what it does to a config."""
-
-    def prepare(patch):
-        make = cpu_training.make_config
-
-        def make_config(of):
-            cfg = make(of)
-            change(cfg)
-            return cfg
-
-        patch.setattr(cpu_training, "make_config", make_config)
-
-    return prepare
-
-
-def precision_aware(remainders):
-    """Return a function that has mcore build a precision-aware Adam, whose parameters are views of the weights."""
-
-    def change(cfg):
-        cfg.optimizer.use_precision_aware_optimizer = True
-        cfg.optimizer.store_param_remainders = remainders
-
-    def prepare(patch):
-        configured(change)(patch)
-        fused_adam.have_mcore_make_it_precision_aware(patch)
-
-    return prepare
 
 
 def residency(training, **how):

@@ -72,7 +72,7 @@ def test_what_a_backward_writes_to_goes_with_gradients_and_workspaces_at_last(sl
     me.end()
 
 
-def test_rotary_embeddings_go_and_are_made_again_and_a_reference_model_that_was_slept_and_closed_is_freed():
+def test_rotary_embeddings_go_and_are_made_again_and_a_model_that_slept_and_was_closed_is_freed():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     model = torch.nn.Sequential(RotaryEmbedding(8, 1.0, use_cpu_initialization=True), torch.nn.Linear(2, 2))

@@ -362,9 +362,7 @@ def test_without_the_variable_an_import_does_nothing_and_with_it_needs_no_torch(
 
 
 @pytest.mark.parametrize("meant", framework_names.VARIABLES)
-def test_a_variable_whose_name_is_almost_one_of_these_is_an_error_that_names_it_and_another_is_the_users(
-    monkeypatch, meant
-):
+def test_an_environment_variable_whose_name_is_almost_one_of_these_is_an_error_that_names_it(monkeypatch, meant):
     for name in (meant, "BRIDGE_FGO_DEBUG", "BRIDGE_FGO_LOG_FOLDER", f"{meant}_X", f"{meant}_LOG", f"MY_{meant}"):
         monkeypatch.setenv(name, "given")
     framework_names.refuse_misspelt()
@@ -473,9 +471,7 @@ def test_parameters_are_loaded_without_gradients_for_inference(asleep):
 
 
 @pytest.mark.parametrize("name", ["", "layers.0", None], ids=["all of it", "a part of it", "nothing more"])
-def test_a_frozen_base_stays_away_and_what_was_frozen_after_ddp_was_built_is_loaded_with_its_buffer_as_verls_own_does(
-    asleep, name
-):
+def test_a_frozen_base_stays_away_and_what_was_frozen_later_is_loaded_with_its_buffer_as_by_verl(asleep, name):
     me, utils, res = asleep(frozen=True)
     base = me.names(frozen)
     for each, param in me.ddp.named_parameters():
@@ -574,7 +570,7 @@ def test_gradients_that_no_step_has_used_survive_a_sleep(asleep):
     assert torch.equal(buffer.grad_data, before)
 
 
-def test_a_reference_model_without_ddp_sleeps_too_and_wakes_whole_where_frozen_parameters_are_left_out(modules):
+def test_a_reference_model_without_ddp_sleeps_and_wakes_whole_also_without_frozen_parameters(modules):
     bridge_fgo.install(frameworks="auto")
     utils, strategy = importlib.import_module(UTILS), importlib.import_module(STRATEGY).MegatronStrategy()
     for off, on in (
@@ -609,7 +605,7 @@ def test_functions_behind_a_decorator_that_passes_all_on_are_patched(modules, sl
         wake()
 
 
-def test_garbage_in_old_objects_is_collected_where_it_may_hold_gpu_memory_and_elsewhere_in_each_tenth_sleep(
+def test_garbage_in_old_objects_is_collected_if_it_may_hold_gpu_memory_else_in_each_tenth_sleep(
     modules, sleeper, monkeypatch
 ):
     """NeMo-RL's own function collects all. A thing in a circle that holds memory holds three times what counts."""

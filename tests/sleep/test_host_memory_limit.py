@@ -77,7 +77,7 @@ def test_memory_that_the_flags_engine_has_counts_and_is_refused_where_it_is_over
         me.end()
 
 
-def test_a_background_save_takes_its_second_buffers_of_the_limit_and_is_lent_none_where_that_has_no_room(sleeper):
+def test_a_background_save_takes_its_second_buffers_of_the_limit_or_is_lent_none(sleeper):
     me, said = sleeper(), []
     for gib, lends in ((1.0, True), (7 * me.weights_bytes / GIB, False)):
         res = residency(me.training, host_memory_limit_gib=gib)

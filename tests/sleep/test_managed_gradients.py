@@ -6,9 +6,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from both import PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
+from both import CONFIGURED, PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
 from lanes import in_lanes
-from sleeping import KINDS, buffers, configured, fail, lock_fails_once, poison
+from sleeping import KINDS, buffers, fail, lock_fails_once, poison
 
 import bridge_fgo
 from bridge_fgo.engines.gradients import gradients_of
@@ -23,7 +23,7 @@ MODELS = {
     "dense": {},
     "experts_in_chunks": {"experts": True, "chunks": 2},
     "adam_not_distributed": {"distributed": False},
-    "fp32_local_accumulation": {},
+    "fp32_local_accumulation": {"configured": CONFIGURED["fp32_local_accumulation"]},
 }
 
 
@@ -59,12 +59,6 @@ def zero(run):
         chunk.zero_grad_buffer()
 
 
-@configured
-def accumulate_in_fp32(cfg):
-    cfg.ddp.grad_reduce_in_fp32 = False
-    cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("*linear_fc1*", "*word_embeddings*")
-
-
 def require_asleep(run, res):
     """Nothing has memory, and whoever uses a gradient is told what to call."""
     assert res.away == set(KINDS) and all(bucket.gpu is None and bucket.asleep for bucket in buckets(run))
@@ -78,13 +72,8 @@ def require_asleep(run, res):
 
 
 @SETTINGS
-@pytest.mark.parametrize("model", in_lanes(MODELS, [model for model in MODELS if not MODELS[model]]))
-def test_training_that_sleeps_after_each_step_is_bitwise_equal_and_its_gradients_cost_nothing(
-    monkeypatch, model, config
-):
-    if model == "fp32_local_accumulation":
-        accumulate_in_fp32(monkeypatch)
-
+@pytest.mark.parametrize("model", in_lanes(MODELS, ("dense", "fp32_local_accumulation")))
+def test_training_that_sleeps_after_each_step_is_bitwise_equal_and_its_gradients_cost_nothing(model, config):
     def train(run):
         res, seen = sleeper_of(run, run.optimizer), []
         assert not run.options.offload or all(bucket.gpu is None for bucket in buckets(run))

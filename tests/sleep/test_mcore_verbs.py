@@ -6,7 +6,7 @@ from functools import partial
 import both
 import pytest
 import torch
-from sleeping import KINDS, WHOLE, buffers, precision_aware
+from sleeping import KINDS, WHOLE, buffers
 
 import bridge_fgo
 
@@ -48,7 +48,7 @@ def test_a_model_with_a_residency_refuses_them_awake_and_asleep_and_trains_on_bi
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"prepare": precision_aware(remainders=False)}, both.OPTIMIZERS["muon"]],
+    [{}, {"adam": {"store_param_remainders": False}}, both.OPTIMIZERS["muon"]],
     ids=["adam", "precision-aware", "muon"],
 )
 def test_an_optimizer_with_the_flag_refuses_them_and_trains_on_bitwise(sleeper, changes):

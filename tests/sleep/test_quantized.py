@@ -40,7 +40,7 @@ def in_ddp(kind):
     ("kind", "has_copy"),
     [(Float8Tensor, True), (Float8Tensor, False), (Float8BlockwiseQTensor, True), (RowBlocks, True)],
 )
-def test_fp8_parameters_and_what_is_made_of_them_leave_and_return_and_what_was_not_there_is_not_made(kind, has_copy):
+def test_fp8_parameters_leave_and_return_with_what_was_made_of_them(kind, has_copy):
     with CpuTraining(options()), bridge_fgo.install():
         ddp = in_ddp(kind)
         weight = ddp.module.weight

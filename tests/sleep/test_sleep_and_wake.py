@@ -1,6 +1,5 @@
 """Parameters, gradients and states sleep apart, bitwise as if nothing moved."""
 
-import contextlib
 import copy
 import itertools
 import time
@@ -17,7 +16,6 @@ from sleeping import (
     KINDS,
     SEVERAL_SLABS,
     WHOLE,
-    configured,
     counted,
     double_masters,
     experts,
@@ -27,7 +25,6 @@ from sleeping import (
     gone,
     note,
     poison,
-    precision_aware,
     sleeping,
     tally_of_a_gpu,
     trained,
@@ -44,12 +41,6 @@ pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 MASTERS = pytest.mark.parametrize("masters", [WHOLE, PACKED], ids=["whole masters", "packed masters"])
 
 # What trains.
-
-
-@configured
-def fp32_gradients(cfg):
-    cfg.ddp.grad_reduce_in_fp32 = False
-    cfg.ddp.param_name_patterns_for_fp32_local_accumulation = ("all",)
 
 
 ADAM, MUON = {"distributed": False}, {"distributed": False, "optimizer": "muon"}
@@ -78,9 +69,14 @@ TRAININGS = {
     "adam_packed": ADAM | {"config": PACKED},
     "muon_packed": MUON | {"config": PACKED},
     "dist_muon_packed": MUON | {"optimizer": "dist_muon", "config": PACKED},
-    "fp32_gradients_beside_16_bit_buffers": {"prepare": fp32_gradients},
-    "precision_aware": {"prepare": precision_aware(False)},
-    "precision_aware_with_remainders": {"prepare": precision_aware(True)},
+    "fp32_gradients_beside_16_bit_buffers": {
+        "configured": {
+            "ddp.grad_reduce_in_fp32": False,
+            "ddp.param_name_patterns_for_fp32_local_accumulation": ("all",),
+        },
+    },
+    "precision_aware": {"adam": {"store_param_remainders": False}},
+    "precision_aware_with_remainders": {"adam": {"store_param_remainders": True}},
 }
 
 
@@ -89,7 +85,7 @@ def test_training_that_sleeps_is_read_and_swaps_after_each_step_is_bitwise_a_res
     of = TRAININGS[name]
     me = sleeper(0, early=True, **of)
     by_flag, copies_anew = "flag" in of, "flag" in of or "config" in of  # packed ones
-    if "prepare" not in of:
+    if "adam" not in of:
         me.offload()  # moments are not made before the first step
         me.reload()
     me.train()
@@ -200,7 +196,7 @@ def test_any_order_of_calls_moves_what_is_asked_for_within_any_limit_and_is_bitw
         poison(patch)
         if debug:
             patch.setenv("BRIDGE_FGO_DEBUG", "1")
-        with sleeping(patch, **changes) as me:
+        with sleeping(**changes) as me:
             me.how = {"config": config}
             me.train()
             update = me.training.optimizer.step
@@ -287,16 +283,6 @@ def errors_in_blocks_whose_weights_went(me):
     assert len(caught.value.__notes__) == 1
 
 
-def errors_in_swaps(me):
-    me.keep("a set")
-    for away in AWAY:
-        me.train()
-        me.offload(away)
-        error_in_a_swap(me, "a set")
-        assert me.res.away == {"params", *away}
-        me.reload()
-
-
 def written_and_read(me):
     """Weights that were rounded on the host are not taken for those that it had before."""
     first = float(me.weight.view(-1)[3])
@@ -305,20 +291,6 @@ def written_and_read(me):
         me.offload()
         me.read_asleep()
         me.reload()
-
-
-def unequal_masters(me, *, slept):
-    """Masters that are away know nothing of weights that are written meanwhile."""
-    me.offload("optimizer")
-    if slept:
-        assert me.offload("params").copied == 0  # as they were when the masters left
-        me.reload("params")
-    for value in (123.0, 45.0):
-        me.write(value)
-        me.offload("params")
-        me.reload("params")
-    me.offload("params")
-    me.reload("optimizer")
 
 
 def written_after_a_fault(me):
@@ -339,26 +311,39 @@ def swapped_after_masters_left(me):
     assert me.offload().copied_by_kind["params"] == 0 and swap(me).copied == me.weights_bytes
 
 
-def written_before_an_error_in_a_swap(me):
-    me.keep("a set")
-    me.offload("optimizer")
-    me.write()
-    error_in_a_swap(me, "a set")
+def calls(*several):
+    """Return a function that makes calls, each as the arguments of `call` after the first."""
+
+    def make(me):
+        me.movable_names, me.movable = me.names(), set(KINDS)
+        for each in several:
+            call(me, *each)
+
+    return make
 
 
+WRITTEN = [
+    *2 * [("write",), ("offload", ["params"]), ("reload", ["params"])],
+    ("offload", ["params"]),
+    ("reload", ["optimizer"]),
+]
 AWAY = ((), ("grads",), ("params",), ("params", "optimizer"), KINDS)
 ORDERS = {
     "errors in blocks": errors_in_blocks,
     "errors in blocks whose weights went": errors_in_blocks_whose_weights_went,
-    "errors in swaps": errors_in_swaps,
+    "errors in swaps": calls(
+        ("keep",), *(each for away in AWAY for each in (("step",), ("offload", away), ("swap and error",)))
+    ),
     "weights written and read": written_and_read,
 }
 OF_WHOLE_MASTERS = {
-    "written while masters are away": lambda me: unequal_masters(me, slept=False),
-    "written while masters are away, having slept": lambda me: unequal_masters(me, slept=True),
+    "written while masters are away": calls(("offload", ["optimizer"]), *WRITTEN),
+    "written while masters are away, having slept": calls(
+        ("offload", ["optimizer"]), ("offload", ["params"]), ("reload", ["params"]), *WRITTEN
+    ),
     "written after a fault": written_after_a_fault,
     "swapped after masters left": swapped_after_masters_left,
-    "written before an error in a swap": written_before_an_error_in_a_swap,
+    "written before an error in a swap": calls(("keep",), ("offload", ["optimizer"]), ("write",), ("swap and error",)),
 }
 
 
@@ -433,7 +418,7 @@ def test_gradients_cross_no_link_and_unchanged_memory_crosses_once(sleeper):
     assert me.res.offload().seconds == 0  # away already
 
 
-def test_host_memory_is_taken_once_and_from_the_second_wake_of_parameters_alone_on_they_cross_in_16_bits(sleeper):
+def test_host_memory_is_taken_once_and_parameters_that_wake_alone_cross_in_16_bits_from_then_on(sleeper):
     with counted() as taken:
         me = sleeper()
         for _ in range(3):
@@ -594,20 +579,19 @@ def test_masters_are_packed_with_weights_that_were_looked_up_after_they_had_woke
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_packed_masters_wake_their_weights_first_and_the_call_says_so(sleeper, flag):
-    with bridge_fgo.install(PACKED) if flag else contextlib.nullcontext():
-        me = sleeper(config=None if flag else PACKED, offload=flag)
-        bridge_fgo.reload_states()
-        out, nbytes = me.res.offload(), me.weights_bytes
-        assert out.copied_by_kind["params"] == nbytes  # they are what the masters come back by
-        assert nbytes < out.copied_by_kind["optimizer"] - 4 * nbytes < 1.2 * nbytes  # 17 bits of 32
-        back = me.res.reload("optimizer")
-        assert back.woke == ("params",) and me.res.away == {"grads"}
-        me.res.offload("params")
-        again = me.res.offload("optimizer")
-        assert again.woke == ("params",) and again.copied_by_kind["params"] == nbytes  # in alone: nothing had changed
-        assert me.res.away == set(KINDS)
-        me.res.reload()
-        me.train()
+    me = sleeper(flag=PACKED) if flag else sleeper(config=PACKED)
+    bridge_fgo.reload_states()
+    out, nbytes = me.res.offload(), me.weights_bytes
+    assert out.copied_by_kind["params"] == nbytes  # they are what the masters come back by
+    assert nbytes < out.copied_by_kind["optimizer"] - 4 * nbytes < 1.2 * nbytes  # 17 bits of 32
+    back = me.res.reload("optimizer")
+    assert back.woke == ("params",) and me.res.away == {"grads"}
+    me.res.offload("params")
+    again = me.res.offload("optimizer")
+    assert again.woke == ("params",) and again.copied_by_kind["params"] == nbytes  # in alone: nothing had changed
+    assert me.res.away == set(KINDS)
+    me.res.reload()
+    me.train()
 
 
 @pytest.mark.parametrize(("left", "warns"), [(0, False), (10**9, True)])
@@ -704,7 +688,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me.res.close()
 
 
-def test_gradients_may_go_once_ddp_has_zeroed_them_and_not_after_a_backward_by_a_refusal_that_says_so(sleeper):
+def test_gradients_may_go_once_ddp_has_zeroed_them_and_are_refused_after_a_backward(sleeper):
     me, refused = sleeper(0), []
     res, step = me.res, me.training.optimizer.step
 

@@ -161,7 +161,7 @@ def test_a_loop_of_ones_own_has_short_pieces_and_the_waits_that_activation_offlo
 
 
 @pytest.mark.usefixtures("installed")
-def test_training_steps_and_sleeps_alternate_and_change_no_bit_nor_does_a_step_in_another_which_is_refused(sleeper):
+def test_training_steps_and_sleeps_alternate_and_change_no_bit(sleeper):
     expected = trained(5)
     me, seen = sleeper(0), []
     res, training = me.res, me.training
@@ -320,7 +320,7 @@ def test_settings_that_are_installed_after_the_residency_was_made_are_no_surpris
         pytest.fail("not refused")
 
 
-def test_a_package_that_is_installed_after_the_residency_was_made_serves_its_steps_and_may_go_in_between(sleeper):
+def test_a_package_that_is_installed_after_the_residency_serves_its_steps_and_may_go_in_between(sleeper):
     expected = trained(4)
     me, seen = sleeper(0), []
     res, training = me.res, me.training

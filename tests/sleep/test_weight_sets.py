@@ -89,7 +89,7 @@ def test_persistent_buffers_go_with_the_weights():
     res.close()
 
 
-def test_the_block_has_no_gradients_and_it_within_a_step_and_training_and_other_verbs_in_it_are_refused_by_name(
+def test_a_swap_within_a_step_and_training_and_other_verbs_in_its_block_are_refused_by_name(
     sleeper,
 ):
     me = sleeper()

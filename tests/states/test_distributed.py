@@ -37,7 +37,7 @@ def names_of(optimizer):
 # Its states and masters.
 
 
-def test_masters_come_with_the_weights_they_are_rounded_to_and_a_moment_is_what_the_adam_holds_when_read():
+def test_masters_name_the_weights_they_are_rounded_to_and_moments_are_read_from_the_adam():
     optimizer, source = made(fp32_views=1)
     assert source.device == optimizer.buffers[0].grad_data.device
     found = source.states()
@@ -193,7 +193,7 @@ def test_what_is_not_copied_by_part_is_updated_and_left_for_the_copy_of_all(what
         assert copied_by_all(optimizer, source) == list(map(id, masters))
 
 
-def test_the_rest_is_what_was_not_copied_part_by_part_and_the_native_fp32_parameters_and_all_outside_of_a_step():
+def test_the_last_copy_takes_what_was_not_copied_part_by_part_and_outside_of_a_step_all():
     optimizer, source = made()
     native, of_model = with_native_weight(optimizer)
     masters = masters_of(optimizer)

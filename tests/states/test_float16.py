@@ -33,7 +33,7 @@ def states(optimizer):
     return [state for bundle in Float16Source(optimizer).states() for state in bundle.states]
 
 
-def test_adam_has_a_master_of_each_16_bit_weight_and_a_weight_in_another_order_does_not_tell_its_bits():
+def test_adam_has_a_master_of_each_16_bit_weight_whose_bits_a_weight_in_another_order_does_not_tell():
     optimizer = made([torch.randn(3, 5).bfloat16(), torch.randn(7), torch.randn(0).bfloat16()])
     found = [(state.name, state.nbytes, state.written_back) for state in states(optimizer)]
     moments = [[(name, 4 * size, False) for name in ("exp_avg", "exp_avg_sq")] for size in (15, 7)]

@@ -158,7 +158,7 @@ class it(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("cls", [FusedAdam, torch.optim.AdamW])
-def test_somebody_elses_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not(cls):
+def test_a_users_function_in_the_place_of_step_forbids_its_division_and_torchs_counter_does_not(cls):
     _, adam = make(cls)
     inner, step = InnerStep(adam), adam.step
     torch.optim.lr_scheduler.ConstantLR(adam)  # counts calls by a function of its own
