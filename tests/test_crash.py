@@ -1,4 +1,4 @@
-"""A training that dies at any instruction goes on from its newest finished step, bitwise"""
+"""After a death at any instruction a training goes on bitwise."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""A training that dies on a GPU goes on from its newest finished step, bitwise.
+"""After a death on a GPU a training goes on bitwise.
 
     pytest -m gpu -s tests/gpu/test_crash_on_gpu.py
 
