@@ -1,11 +1,10 @@
 """A crash costs no step: what Bridge's training has beside its slabs, and a start that goes on from a kept step.
 
-`engines.kept_steps` has the time line, and says which step is whole. Here is what a step's small state is: all that
-`generate_state_dict` saves beyond what slabs hold, by the functions that Bridge, mcore and torch have for it. That is
-`TrainState`, the scheduler, the rerun machine, random numbers; of an optimizer its param groups, its loss scaler and
-the entries of its `state` that no slab holds; of the model what is no rounding of a master: buffers, weights in fp32,
-`extra_state`; of the data the state of a loader that can save it (Energon's), and which loaders were being read. Frozen
-weights are not copied: a start loads them as Bridge does, and compares a sum over their bytes.
+`engines.kept_steps` has the time line, and says which step is whole. A step's small state is all that a checkpoint has
+beyond what slabs hold, by the functions of Bridge, mcore and torch: `TrainState`, the scheduler, the rerun machine,
+random numbers; of an optimizer its param groups, loss scaler and other entries of `state`; of the model buffers,
+weights in fp32 and `extra_state`; of the data the state of a loader that saves it (Energon's), and which loaders were
+being read. Frozen weights are not copied: a start loads them as Bridge does, and compares a sum over their bytes.
 
 Ranks agree on a step as the optimizer is built, before the first host buffer is written. Bridge's setup then asks
 whether there is a checkpoint to load, and gets the kept step in its place, unless the config has changed, a checkpoint
@@ -135,10 +134,11 @@ class Survival:
         self._config = json.dumps(_described(cfg)).encode()
         if self.kept is None:
             return loads
-        why, step = self._why or _difference(self._before, self._config), self._step
-        if not why and step is not None and (newest := _newest_checkpoint(cfg, manager)) > step:
+        step, why = self._step, max(gather(self._why or _difference(self._before, self._config)))
+        # On all ranks or on none, as Bridge reads a checkpoint's step by collectives.
+        if not why and step is not None and (newest := max(gather(_newest_checkpoint(cfg, manager)))) > step:
             why = f"the checkpoint of step {newest} is newer than the kept step {step}"
-        if why := next(filter(None, gather(why)), ""):
+        if why:
             instead = "the newest checkpoint is loaded" if loads else "there is no checkpoint, and training begins anew"
             say(f"no kept step is taken: {why}; {instead}")
         if why or step is None:

@@ -25,19 +25,16 @@ Invariants:
 -   So at any instruction every rank has the protected record or, if the vote has passed, the one after it, and ranks
     differ by one step at most. After a crash they take the newest step that all have.
 
-A crash before step 4 of the step under way, k+1, goes back to S(k-1) or S(k): one finished step at most is done again,
-and the one under way. A crash after it goes back to S(k): only the step under way is done again.
+A crash before step 4 of the step under way, k+1, repeats one finished step at most beside it; a later one repeats k+1
+alone. To force the copies of step 3 would make every step wait for what the next pass hides.
 
 Files of a rank, which the keeper holds by name: `states`, two buffers for each slab; `third`, one more for each, if
 background saves lend them; `slot0` and `slot1`, the payloads; `ledger`, one page with the two heads and, after them,
 how often a process has gone on from which step. A head has the step, the payload's size and checksum, and a digest of
-the layout of the slabs, so that another model's or another job's states are never taken. A payload has which buffer
-holds each slab, the config that trained, and the small state: plain data, pickled, and the bytes of its tensors.
+the layout of the slabs, so that another job's states are never taken.
 
-The keeper owns the memory; this class owns which buffer may be written; `bridge.crash` owns what the small state is,
-and when what is called. Refused by name: masters in 17 bits (they need the weights), states that are not offloaded
-(`fraction`, `moments`, `master_weights`), and what `bridge.refusals` lists under `OffloadConfig.survive_crash`. With a
-budget states that stay on the GPU are copied out in each step too.
+`memory.keeper` owns the memory; this module owns which buffer may be written; `bridge.crash` owns the small state, and
+calls this. With a budget states that stay on the GPU are copied out in each step too.
 """
 
 from __future__ import annotations
