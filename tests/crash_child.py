@@ -130,7 +130,6 @@ def _train(rank: int, job: Job) -> None:
     from bridge_fgo.bridge import crash
     from bridge_fgo.memory import layout
     from bridge_fgo.recipes import process, tiny
-    from bridge_fgo.tools.options import offload_config
     from harness.arms import gpu
 
     if job.is_late:
@@ -144,7 +143,7 @@ def _train(rank: int, job: Job) -> None:
     sizes = ["--offload", "on"] if job.is_on_gpu else OPTIONS
     options = gpu.parse([*sizes, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
     gpu.make_deterministic()
-    install = bridge_fgo.install(offload_config(options)) if options.offload == "on" else None
+    install = bridge_fgo.install(gpu.offload_config(options)) if options.offload == "on" else None
     process.skip_building_what_is_built()
     process.forget_attention_backend()
     config = gpu.build_config(options)
