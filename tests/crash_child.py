@@ -345,7 +345,7 @@ def require_same(killed: Seen, whole: Seen, most_again: int = 2) -> None:
         (end,), newest = whole.of("end", rank), killed.of("end", rank)
         assert newest, f"rank {rank} did not end: {killed.logs[rank][-3000:]}"
         for name, value in end.items():
-            assert newest[-1][name] == value, f"rank {rank}: {name}"
+            assert name == "at" or newest[-1][name] == value, f"rank {rank}: {name}"
         last = -1
         for event in events:
             if event["event"] == "step":
