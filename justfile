@@ -27,9 +27,9 @@ check:
     uv run pyright
     uv run lint-imports --no-cache --no-logo
 
-# What is said of every config that the installed Bridge ships, by reason; `--verbose` names them. No GPU.
-reach *ARGS:
-    uv run python tests/tools/reach.py {{ARGS}}
+# What is said of every config that the installed Bridge ships, by reason. No GPU.
+reach:
+    uv run python tests/tools/reach.py
 
 # The CPU lane on a Megatron-LM checkout (generation 1 or 2 of mcore's offloader) instead of the released mcore.
 mcore-dev PATH:

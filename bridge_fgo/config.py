@@ -4,8 +4,6 @@ Every command line, NeMo-Run's settings and `optimizer.offload` of Bridge's conf
 The command lines take their help from the first sentence of each field's docstring (`bridge_fgo.tools.options`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
@@ -19,10 +17,6 @@ def readable(nbytes: float) -> str:
 
 
 Engine = Literal["auto", "native", "mcore"]
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
-
 
 ALWAYS = ("measure", "activation_waits")
 """Settings that have an effect while the offload is off, and with every engine."""

@@ -1,7 +1,5 @@
 """Figures of each training step: bytes moved, memory peaks by phase, the optimizer's time."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, replace
 
 from bridge_fgo.engines.engine import Engine
@@ -9,7 +7,7 @@ from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.meters import PeakMeter, StepClock, Traffic
 
 COUNTERS = ("out", "back", "seconds")
-"""Counters of `Traffic`, of which states have one and gradients another."""
+"""Counters of a `Traffic`; states have one, and gradients another."""
 GRADIENT_FIGURES = ("gradient_bytes", "gradient_bytes_offloaded", "gradient_bytes_reloaded")
 """Fields of `Stats` about gradients."""
 
@@ -82,39 +80,30 @@ class Stats:
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
 
 
+FORWARD_BACKWARD, REST = "peak_forward_backward_bytes", "peak_step_bytes"
+
+
 class Peaks:
-    """Peaks of allocated GPU memory of one training step: in forward and backward, and in the rest of it."""
+    """Peaks of allocated GPU memory of one training step by phase: in forward and backward, and in the rest of it."""
 
     def __init__(self, meter: PeakMeter) -> None:
         self.meter = meter
-        self._forward_backward: int | None = None
-        self._rest: int | None = None
+        self._found: dict[str, int | None] = {}  # by their names in `Stats`
 
     def begin_step(self) -> None:
         """Start a new training step."""
         self.meter.end_phase()  # what came between the steps is nobody's: an evaluation, before the first the model
         self.meter.reserved_bytes = 0
-        self._forward_backward = self._rest = None
+        self._found = dict.fromkeys((FORWARD_BACKWARD, REST))
 
-    def end_forward_backward(self) -> None:
-        """Note that forward and backward are done; there may be several passes."""
-        peak = self.meter.end_phase()
-        if peak is not None:
-            self._forward_backward = max(peak, self._forward_backward or 0)
-
-    def end_rest(self) -> None:
-        """Note that the step is done, or that forward and backward begin."""
-        peak = self.meter.end_phase()
-        if peak is not None:
-            self._rest = max(peak, self._rest or 0)
+    def end_phase(self, phase: str) -> None:
+        """Note that a phase is over; there may be several passes."""
+        if (peak := self.meter.end_phase()) is not None:
+            self._found[phase] = max(peak, self._found.get(phase) or 0)
 
     def figures(self) -> dict[str, int | None]:
         """Return the peaks by their names in `Stats`; None without a GPU."""
-        return {
-            "peak_forward_backward_bytes": self._forward_backward,
-            "peak_step_bytes": self._rest,
-            "peak_reserved_bytes": self.meter.reserved_bytes if self.meter.works else None,
-        }
+        return {**self._found, "peak_reserved_bytes": self.meter.reserved_bytes if self.meter.works else None}
 
 
 class Figures:
@@ -168,16 +157,16 @@ class Figures:
 
     def released(self) -> None:
         """Note a release; forward and backward begin."""
-        self._peaks.end_rest()
+        self._peaks.end_phase(REST)
         self._passes += 1
 
     def reloading(self) -> None:
         """Note that forward and backward are done and the rest of the reload is about to take memory."""
-        self._peaks.end_forward_backward()
+        self._peaks.end_phase(FORWARD_BACKWARD)
 
     def end_step(self) -> None:
         """Finish the step."""
-        self._peaks.end_rest()
+        self._peaks.end_phase(REST)
         states, gradients = (
             {name: now[name] - before[name] for name in COUNTERS}
             for now, before in zip(self._counted(), self._before, strict=True)

@@ -16,10 +16,15 @@ import sys
 import weakref
 from typing import override
 
+import torch
+
 from bridge_fgo.bridge import session
 from bridge_fgo.engines import native
-from bridge_fgo.memory.transfers import CudaTransfers, Movable, Transfers
+from bridge_fgo.memory.gradient_bucket import GradientBucket
+from bridge_fgo.memory.slab import Slab
+from bridge_fgo.memory.transfers import CudaTransfers, Lane, Transfers
 
+Movable = Slab | GradientBucket
 VARIABLE = "BRIDGE_FGO_DEBUG"
 POISON = 0xFF
 """Every byte of it: a NaN in fp32, bf16 and fp16, -1 in int16."""
@@ -98,7 +103,7 @@ class DebugTransfers(Transfers):
             if self._cuda is not None:
                 # Race: the poison would overwrite what was copied in, where the lane waits for nothing newer than what
                 # the copy before it needed.
-                self._cuda.order_anew()
+                order_anew(self._cuda)
         if self._is_put_off(out=False):
             self._late_in.add(slab)
         else:
@@ -118,7 +123,7 @@ class DebugTransfers(Transfers):
         if self._cuda is not None and self._stale:
             self.finish_in()
         for slab in self._stale:
-            if not slab.is_lent:
+            if not getattr(slab, "is_lent", False):
                 slab.host.tensor.fill_(POISON)
         self._stale.clear()
 
@@ -151,13 +156,25 @@ class DebugTransfers(Transfers):
         """Return whether to do a copy later; on a GPU it is enqueued now, behind a delay."""
         if self._cuda is None:
             return self._random.random() < 0.5
-        self._cuda.delay(out, self._random.randrange(MOST_CYCLES))
+        delay(self._cuda._out if out else self._cuda._in, self._random.randrange(MOST_CYCLES))
         return False
 
 
+def order_anew(transfers: CudaTransfers) -> None:
+    """Have the next copy wait for what the training stream holds by then."""
+    transfers._is_ordered = False
+
+
+def delay(lane: Lane, cycles: int) -> None:
+    """Have the next copy, and so every later one, begin that many GPU cycles later."""
+    with torch.cuda.stream(lane._streams[lane._turn]):
+        torch.cuda._sleep(cycles)
+    lane._is_open = True
+
+
 def _poison(slab: Movable) -> None:
-    """Fill the slab's GPU memory, and that of what is copied in its place, on the current stream."""
-    for memory in (slab.gpu, slab.staging):
+    """Fill the GPU memory of a slab or a bucket, and that of what is copied in its place, on the current stream."""
+    for memory in (slab.gpu, getattr(slab, "staging", None)):
         if memory is not None:
             memory.fill_(POISON)
 

@@ -10,6 +10,7 @@ import torch
 from bridge_fgo import OffloadConfig
 from bridge_fgo.bridge import compat
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
+from bridge_fgo.tools.job.builder import as_if_set
 from bridge_fgo.tools.job.job import sections_of
 
 FIRST, SECOND = "mcore generation 1", "mcore generation 2"
@@ -111,7 +112,7 @@ def test_a_version_is_told_without_its_local_part_and_as_if_set_leaves_the_confi
         monkeypatch.setitem(sys.modules, name, module)
     assert compat.mcore_version() == "0.19.2"
     config = SimpleNamespace()
-    asked, like = compat.as_if_set(config)
+    asked, like = as_if_set(config)
     assert not asked and getattr(like, compat.FLAG) is True and not hasattr(config, compat.FLAG)
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.tools import main, options
+from harness.arms import gpu
 
 WORDS = {
     "": {},
@@ -60,8 +61,8 @@ def test_words_are_the_settings_in_typer_argparse_and_a_job_and_what_is_not_give
     assert options.settings(job) == expected
     assert seen_by_typer(words.split()) == seen_by_typer(options.command_line(job)) == [(2, expected)]
     parser = argparse.ArgumentParser()
-    options.add_offload_options(parser)
-    assert options.offload_config(parser.parse_args(words.split())) == OffloadConfig(**expected)
+    gpu.add_offload_options(parser)
+    assert gpu.offload_config(parser.parse_args(words.split())) == OffloadConfig(**expected)
 
 
 def test_a_number_may_be_its_text_and_another_word_is_refused() -> None:

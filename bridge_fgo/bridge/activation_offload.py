@@ -7,8 +7,6 @@ mcore copies a group of saved tensors out on one stream (D2H) and back on anothe
 capture of a layer's CUDA graph neither mcore nor a wrapper waits for an event: the graphs wait for whole streams.
 """
 
-from __future__ import annotations
-
 import importlib
 import weakref
 from collections import Counter

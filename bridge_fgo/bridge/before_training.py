@@ -1,7 +1,5 @@
 """Wrappers of the functions that run before training: validate a config, build an optimizer, set up training."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging

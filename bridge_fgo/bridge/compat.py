@@ -1,8 +1,5 @@
 """Which Bridge and mcore are here, and which engine serves them."""
 
-from __future__ import annotations
-
-import copy
 import importlib.util
 import re
 import sys
@@ -19,11 +16,8 @@ TRANSFORMER = "transformer"
 TRAINING = "megatron.bridge.training"
 CHUNKED_FLAG = "chunked_optimizer_state_offload"
 CHUNK_NUMEL = "offload_optimizer_states_chunk_numel"
-OF_MCORE: dict[str, tuple[float, Choice]] = {
-    "optimizer_state_offload_fraction": (1.0, "mcore generation 2"),
-    "optimizer_state_offload_chunk_size_mb": (0, "mcore generation 2"),
-}
-"""Settings of mcore's own offloaders, each with its default and with the engine that honours it."""
+OF_MCORE = {"optimizer_state_offload_fraction": 1.0, "optimizer_state_offload_chunk_size_mb": 0}
+"""Settings of mcore's own offloader of generation 2, each with its default."""
 
 
 _PACKAGES = {"megatron-bridge": "megatron.bridge", "megatron-core": "megatron.core"}
@@ -136,15 +130,6 @@ def check_flag(optimizer_config: Any) -> None:
             )
 
 
-def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
-    """Return whether an OptimizerConfig has anything in a flag but False, and one like it whose flag is set."""
-    asked = any(getattr(optimizer_config, name, False) is not False for name in (FLAG, CHUNKED_FLAG))
-    result = copy.copy(optimizer_config)
-    if not asked:
-        setattr(result, FLAG, True)
-    return asked, result
-
-
 def upstream_generation() -> Choice | None:
     """Return which offloader the installed mcore has, by its capabilities; None if it has none."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -165,18 +150,6 @@ def upstream_adam_is_fused() -> bool:
     return distrib_optimizer.Adam.__module__.startswith("transformer_engine")
 
 
-def native_only_refusal(config: OffloadConfig) -> str:
-    """Return why settings are refused with engine="mcore", which does not honour them; "" if they are not."""
-    settings = config.native_only_settings() if config.engine == "mcore" else []
-    if not settings:
-        return ""
-    return (
-        f"OffloadConfig.{', '.join(settings)}: not honoured by engine='mcore'; use engine='native', or leave the "
-        "defaults (generation 2 has optimizer.optimizer_state_offload_fraction and "
-        "optimizer.optimizer_state_offload_chunk_size_mb of its own)"
-    )
-
-
 def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
     """Return the engine that serves this run; ValueError if the one asked for is missing, or ignores a setting."""
     if numel := getattr(optimizer_config, CHUNK_NUMEL, 0):
@@ -194,30 +167,30 @@ def choose_engine(config: OffloadConfig, optimizer_config: Any) -> Choice:
                 f"OffloadConfig.engine='mcore': megatron-core {mcore_version()} has no optimizer-state offloader; "
                 "use engine='native' or 'auto'"
             )
-        if refusal := native_only_refusal(config):
-            raise ValueError(refusal)
+        if native_only:
+            raise ValueError(
+                f"OffloadConfig.{', '.join(native_only)}: not honoured by engine='mcore'; use engine='native', or "
+                f"leave the defaults (generation 2 has {' and '.join(f'optimizer.{name}' for name in OF_MCORE)} of its "
+                "own)"
+            )
         if not is_adam:
             raise ValueError(
                 f"OffloadConfig.engine='mcore' with optimizer.optimizer={optimizer_config.optimizer!r} and "
                 f"optimizer.use_distributed_optimizer={optimizer_config.use_distributed_optimizer}: mcore's offloader "
                 "is driven for Adam under a DistributedOptimizer alone; use engine='native'"
             )
-    may_be_mcore = config.engine == "mcore" or (config.engine == "auto" and is_adam and not native_only)
-    has_adam = engine == "mcore generation 2" or (may_be_mcore and upstream_adam_is_fused())
-    if config.engine == "mcore":
-        if not has_adam:
+        if engine != "mcore generation 2" and not upstream_adam_is_fused():
             raise ValueError(
                 "OffloadConfig.engine='mcore': mcore's offloader takes only Transformer Engine's FusedAdam, and this "
                 "mcore builds another Adam; install transformer-engine or use engine='native'"
             )
-        assert engine is not None
         return engine
-    for name, (default, honours) in OF_MCORE.items():
+    for name, default in OF_MCORE.items():
         value = getattr(optimizer_config, name, default)
         if value == default:
             continue
-        if engine == honours and may_be_mcore and has_adam:
-            return honours
+        if engine == "mcore generation 2" and config.engine == "auto" and is_adam and not native_only:
+            return engine
         raise ValueError(
             f"optimizer.{name}={value!r}: not honoured by the native engine; use OffloadConfig.fraction and "
             "OffloadConfig.slab_bytes, or engine='mcore' on an mcore that has the setting"

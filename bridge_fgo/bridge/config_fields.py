@@ -5,8 +5,6 @@ config is loaded with a warning and without the setting. As dataclass fields wit
 the settings of the offload are reachable by every road that Bridge offers, and are saved with the run config.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

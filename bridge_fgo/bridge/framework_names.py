@@ -1,7 +1,5 @@
 """The frameworks whose functions `install(frameworks=...)` patches, by name. No torch here."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Mapping

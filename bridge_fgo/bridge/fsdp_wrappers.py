@@ -24,8 +24,6 @@ layers is changed (`moe_mlp_glu_interleave_size`), by copies on the GPU. Other c
 first and third step, and of the copy to the weights, runs once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -112,7 +110,7 @@ def hands_out_states(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs
 
 
 def _replaced(value: Any, by: Callable[[DTensor], DTensor]) -> Any:
-    """Return a state dictionary, or a value of one, with each DTensor replaced; itself where none was."""
+    """Return a state dictionary, or a value of one, with each DTensor replaced; itself if none was."""
     if isinstance(value, DTensor):
         return by(value)
     if isinstance(value, dict):

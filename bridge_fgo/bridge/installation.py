@@ -31,6 +31,8 @@ from bridge_fgo.memory.undo import undo_on_error
 if TYPE_CHECKING:
     from bridge_fgo.bridge.patch import Patch
 
+FRAMEWORK_MOVES = "bridge_fgo.bridge.framework_moves"  # imported once a framework is patched
+
 _installation: Installation | None = None
 _hooked: set[str] = set()
 _ended: set[str] = set()  # modules of which a hook has seen the end of the import
@@ -115,19 +117,15 @@ class Installation:
 
     def check_undo(self) -> None:
         """Raise RuntimeError if another patch lies on top of a binding, or a framework's model is offloaded."""
-        if "bridge_fgo.bridge.framework_moves" in sys.modules:
-            from bridge_fgo.bridge.framework_moves import require_all_here
-
-            require_all_here()
+        if (moves := sys.modules.get(FRAMEWORK_MOVES)) is not None:
+            moves.require_all_here()
         for patch in self._applied:
             patch.check_undo()
 
     def undo(self) -> None:
         """Undo every patch in reverse."""
-        if "bridge_fgo.bridge.framework_moves" in sys.modules:
-            from bridge_fgo.bridge.framework_moves import close_all
-
-            close_all()
+        if (moves := sys.modules.get(FRAMEWORK_MOVES)) is not None:
+            moves.close_all()
         for patch in reversed(self._applied):
             patch.undo()
         self._applied.clear()

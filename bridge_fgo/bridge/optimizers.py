@@ -1,7 +1,5 @@
 """Which of the optimizers that Bridge builds can be offloaded: chains, MIMO, stubs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge_fgo.bridge.refusals import FLAG_TEXT

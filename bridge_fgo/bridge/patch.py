@@ -1,7 +1,5 @@
 """Patches: each replaces a binding of Bridge or mcore and can be undone; and which session serves a call."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

@@ -5,8 +5,6 @@ configs or of a saved run config's plain namespaces. `bridge-fgo doctor` lists a
 `compat.choose_engine` refuses settings that no engine honours, and `optimizers.eligible` built optimizers.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -92,15 +90,11 @@ class Refusal:
 
     def text_for(self, run: RunConfig) -> str:
         """Return the text, which begins with the settings and their values."""
-        first, *beside = (f"{name}={run[name]!r}" if _NAME.fullmatch(name) else name for name in self.names)
+        names = self.setting, *self.beside
+        first, *beside = (f"{name}={run[name]!r}" if _NAME.fullmatch(name) else name for name in names)
         with_ = " and ".join(filter(None, (", ".join(beside[:-1]), beside[-1])))
         text = as_set_in(run.cfg, self.text if isinstance(self.text, str) else self.text(run))
         return as_named_in(getattr(run.cfg, "model", None), f"{first} with {with_}: {text}")
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All settings that the text names."""
-        return self.setting, *self.beside
 
 
 def as_set_in(cfg: Any, advice: str) -> str:

@@ -6,12 +6,13 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
 from bridge_fgo.bridge.points import reload_hook
-from bridge_fgo.figures import Peaks
+from bridge_fgo.figures import FORWARD_BACKWARD, REST, Peaks
 from bridge_fgo.memory.meters import PeakMeter
 
 
@@ -62,9 +63,9 @@ class Measurement:
     def training_step(self, model_config: Any) -> Iterator[None]:
         """Context of a training step; `finalize_model_grads_func` of the config says when backward is done."""
         self.peaks.begin_step()
-        with reload_hook(model_config, self.peaks.end_forward_backward):
+        with reload_hook(model_config, partial(self.peaks.end_phase, FORWARD_BACKWARD)):
             yield
-        self.peaks.end_rest()
+        self.peaks.end_phase(REST)
         known = {name: value for name, value in self.peaks.figures().items() if value is not None}
         self.scalars = {f"bridge_fgo/{name}": value for name, value in {"released_bytes": 0, **known}.items()}
 

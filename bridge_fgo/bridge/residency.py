@@ -155,7 +155,7 @@ class Residency:
     def offload(self, kinds: Kinds = "all", *more: Kind, grads: Grads = "drop", where: Where | None = None) -> Moved:
         """Offload "params", "grads" or "optimizer", and return their GPU memory to the driver.
 
-        What is away stays away. Every copy has ended when it returns.
+        Offloaded memory stays offloaded. Every copy has ended when it returns.
 
         Args:
             kinds: any of the three, in any order, by one name or a list of names; "all" for all of them. An empty list

@@ -1,7 +1,5 @@
 """The settings of a `Residency`: those in force, and those that would have no effect, which are refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -121,23 +121,22 @@ class Session:
         with collectives if engine.awaits_ranks else nullcontext():
             on_every_rank(settle) if engine.awaits_ranks else settle()
             engine.end_step(self.updated)
-        self._watch_budget(engine.held_budget_bytes)
+        self._watch_budget()
         self.publish()
         self._compare_peak()
         self._require_released()
 
-    def _watch_budget(self, budget: int | None) -> None:
-        """Say once that a step needed more than the budget in bytes, as a longer sequence may."""
-        peak = self.figures.peak_allocated_bytes or 0
-        if budget is None or peak <= budget:
+    def _watch_budget(self) -> None:
+        """Say once that a planned step needed more than the budget, as a longer sequence may."""
+        budget, peak = self.settings.gpu_memory_budget_bytes, self.figures.peak_allocated_bytes or 0
+        if self._over_budget or self.engine.planned_peak_bytes is None or budget is None or peak <= budget:
             return
-        if not self._over_budget:
-            warn(
-                f"a training step allocated {readable(peak)}, more than "
-                f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
-                "measured one; set a lower budget to keep room for such steps"
-            )
         self._over_budget = True
+        warn(
+            f"a training step allocated {readable(peak)}, more than "
+            f"OffloadConfig.gpu_memory_budget_gib={budget / 2**30:g}: it needed more than the "
+            "measured one; set a lower budget to keep room for such steps"
+        )
 
     def _compare_peak(self) -> None:
         """Say once, of the second step with a plan, which prefetches too, what was predicted and what was measured."""
@@ -186,10 +185,7 @@ class Session:
             assert isinstance(self.engine, NativeEngine)
             self.gradients.begin_pass()
             self.engine.schedule.reports_points = self.gradients.offloads
-        if self._is_captured and not is_replayed:
-            self.engine.begin_pass(is_like_others=False)
-        else:
-            self.engine.begin_pass()
+        self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
         self._points.begin_pass(self.engine.checks_inputs_only)
 
     def _point(self, mark: Mark) -> bool:
@@ -383,7 +379,7 @@ def _take_gradients(chunks: list[torch.nn.Module], config: OffloadConfig) -> Gra
 
 
 def active_session() -> Session | None:
-    """Return the session whose training step is running; None where an uninstall within the step has closed it."""
+    """Return the session whose training step is running; None if an uninstall within the step has closed it."""
     return _active[-1] if _active and not _active[-1].closed else None
 
 
@@ -428,7 +424,7 @@ def attach(optimizer: Any, model_config: Any, config: OffloadConfig, model: Any 
 
 
 def session_for_step(optimizer: Any, model_config: Any, cfg: Any, config: OffloadConfig, model: Any) -> Session | None:
-    """Return the session that drives a training step, or None where the flag is not set.
+    """Return the session that drives a training step, or None if the flag is not set.
 
     A flag that was unset in mid-run makes the states resident and closes the session.
 

@@ -6,8 +6,6 @@ a config is validated it holds all settings in force, so that the saved run conf
 run` asks for the flag even if the script has imported nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import weakref
@@ -73,7 +71,7 @@ def given_settings(optimizer_config: Any) -> dict[str, Any]:
 
 
 def settings_of(optimizer_config: Any, installed: OffloadConfig | None = None) -> OffloadConfig:
-    """Return the settings in force for an OptimizerConfig: its own, and the installed ones where it sets none.
+    """Return the settings in force for an OptimizerConfig: its own, and the installed ones if it sets none.
 
     The config may be the section of a saved one. `installed` is what else was given, on a command line for example;
     None for what `install` was given.

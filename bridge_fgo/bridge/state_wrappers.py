@@ -4,8 +4,6 @@
 A Float16OptimizerWithFloat16Params has a state dictionary with the states in torch's form, and the masters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ Code that uses an offloaded tensor reloads it (`memory.guard`), so no list of re
 Each wrapper of a reader or writer saves something; its `why` says what.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from bridge_fgo.bridge import activation_offload, before_training, fsdp_wrappers, state_wrappers, train_step

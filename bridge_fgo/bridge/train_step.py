@@ -4,8 +4,6 @@
 states stay where they are, and code that uses one reloads it (`memory.guard`).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ For code that reads or writes states outside of a training step, an engine of mc
 `CheckpointingEngine` has verbs of its own for such code.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,16 +48,6 @@ class Engine(ABC):
     @abstractmethod
     def pinned_bytes(self) -> int:
         """Page-locked host bytes held for the states."""
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory for the states, page-locked or not; what mcore's offloaders take is page-locked."""
-        return self.pinned_bytes
-
-    @property
-    def held_budget_bytes(self) -> int | None:
-        """Peak of allocated GPU memory that the newest pass was planned to keep to; None without a plan or a budget."""
-        return None
 
     @property
     def planned_peak_bytes(self) -> int | None:
@@ -120,7 +108,7 @@ class Engine(ABC):
     def end_step(self, updated: bool) -> None:  # noqa: B027
         """End the training step, in which the optimizers of all ranks have stepped (`updated`) or not.
 
-        ValueError, with the least budget that can be met, where the budget cannot.
+        ValueError, with the least budget that can be met, if the budget cannot.
         """
 
     # Readers and writers, on the current stream; of one source, or of all.

@@ -16,8 +16,6 @@ The time line of a step:
 None of this decides what is right: code that reads a gradient that is not on the GPU waits until it is.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -37,7 +35,7 @@ MOST_LEAVING = 4  # buckets whose copies out may be under way; most of DDP's, of
 
 AHEAD = 1
 """Buckets that are prefetched ahead of the one that a backward needs, and layers before the end of a forward at which
-the first one is. A layer's backward takes ten times as long as the copy of its gradients where they hide at all."""
+the first one is. A layer's backward takes ten times as long as the copy of its gradients if they hide at all."""
 
 LARGEST_SHARE = 4
 """A bucket with more than a fourth of all gradients stays: it would be back for most of each backward. mcore makes one
@@ -81,7 +79,7 @@ class Gradients:
         self.interrupted = False  # whether an error has ended the newest pass
         self.transfers = transfers
         # mcore's, by `id`, with their buckets, and the guard of what is of several buckets
-        self._buffers: dict[int, tuple[Any, list[GradientBucket], Guard]] = {}
+        self.by_buffer: dict[int, tuple[Any, list[GradientBucket], Guard]] = {}
         self._bucket_of: dict[int, GradientBucket] = {}  # by the `id` of mcore's bucket
         self._group_of: dict[GradientBucket, Any] = {}  # mcore's bucket group of each
         self._in_use: list[GradientBucket] = []  # those that a backward has brought, and that are to leave
@@ -115,7 +113,7 @@ class Gradients:
             mine.append(GradientBucket(data, views, params, self.transfers, self.needed, self.traffic))
             self._bucket_of[id(bucket)] = mine[-1]
         guard = Guard(self._whole_is_used)
-        self._buffers[id(buffer)] = buffer, mine, guard
+        self.by_buffer[id(buffer)] = buffer, mine, guard
         vars(buffer)[MANAGED] = self
         guard.put_on([buffer.grad_data, *others])
         empty(buffer.grad_data.untyped_storage(), WHOLE)
@@ -131,11 +129,7 @@ class Gradients:
     @property
     def buckets(self) -> list[GradientBucket]:
         """All buckets."""
-        return [bucket for _, buckets, _ in self._buffers.values() for bucket in buckets]
-
-    def buckets_of(self, buffer: Any) -> list[GradientBucket]:
-        """Return the buckets of one of mcore's buffers."""
-        return self._buffers[id(buffer)][1]
+        return [bucket for _, buckets, _ in self.by_buffer.values() for bucket in buckets]
 
     @property
     def moving_bytes(self) -> int:
@@ -178,7 +172,7 @@ class Gradients:
 
     def zero(self, buffer: Any) -> None:
         """Make the gradients of a buffer zero, without memory."""
-        for bucket in self._buffers[id(buffer)][1]:
+        for bucket in self.by_buffer[id(buffer)][1]:
             bucket.zero()
         for tensor in buffer.extra_main_grads:
             tensor.zero_()
@@ -193,7 +187,7 @@ class Gradients:
 
     def scale(self, buffer: Any, factor: float) -> None:
         """Scale the gradients of a buffer; zeros stay as they are."""
-        for bucket, mine in zip(buffer.buckets, self._buffers[id(buffer)][1], strict=True):
+        for bucket, mine in zip(buffer.buckets, self.by_buffer[id(buffer)][1], strict=True):
             if mine.state is not BucketState.ABSENT:
                 mine.require()
                 bucket.grad_data.mul_(factor)
@@ -206,7 +200,7 @@ class Gradients:
         for one in mine:
             one.require()
         # Race: a copy out would read, and its release free, what the collective still writes: `is_last_microbatch` may
-        # be reset before that is over, as where mcore aligns the reductions of pipeline stages.
+        # be reset before that is over: mcore may align the reductions of pipeline stages.
         self._in_use = [bucket for bucket in self._in_use if bucket not in mine]
 
     # A pass.
@@ -289,7 +283,7 @@ class Gradients:
         wait_for_a_while(self.transfers.finish_all)
         # Race: the memory of the buckets is the training stream's, which would reuse it before others have read it.
         with self.transfers.computing(), torch.no_grad():
-            for given in list(self._buffers.values()):
+            for given in list(self.by_buffer.values()):
                 self._give_back(*given)
         for group in self._group_of.values():
             vars(group).pop(MANAGED, None)
@@ -314,7 +308,7 @@ class Gradients:
             one.close(place)
             self._bucket_of.pop(id(bucket), None)
             _forget_shards(self._group_of[one])
-        del self._buffers[id(buffer)], vars(buffer)[MANAGED]
+        del self.by_buffer[id(buffer)], vars(buffer)[MANAGED]
 
 
 def _groups(ddp: Any) -> list[Any]:
@@ -347,11 +341,11 @@ def _forget_shards(group: Any) -> None:
 
 
 def gradients_of(owner: Any) -> Gradients | None:
-    """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None where mcore keeps them."""
+    """Return the `Gradients` that a buffer or a bucket group of mcore's belongs to; None if mcore keeps them."""
     return vars(owner).get(MANAGED)
 
 
 def buckets_of(buffer: Any) -> list[GradientBucket]:
-    """Return the buckets of a buffer of mcore's whose gradients are managed; none where mcore keeps them."""
+    """Return the buckets of a buffer of mcore's whose gradients are managed; none if mcore keeps them."""
     gradients = gradients_of(buffer)
-    return [] if gradients is None else gradients.buckets_of(buffer)
+    return [] if gradients is None else gradients.by_buffer[id(buffer)][1]

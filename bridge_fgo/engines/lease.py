@@ -11,8 +11,6 @@ Patches know of the engine only while they are to use it (`attachment_of`). Stat
 are read and stepped as without this package.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +55,7 @@ class EngineLease:
         self.has_residency = owner == "sleep"  # whether a `Residency` moves the states between steps
         self.is_asleep = False  # whether the `Residency` has offloaded the states, and not reloaded them since
         self.serves_sleep = False  # whether patches serve states that are asleep: a framework saves without a reload
-        self._serving = 0
+        self.serving = 0  # running blocks of `serve`
         myself = weakref.ref(self)
         engine.traffic.touches.refusals.append(lambda: "" if (it := myself()) is None or it.is_served else ASLEEP)
         for source in sources:
@@ -66,22 +64,16 @@ class EngineLease:
     @property
     def is_served(self) -> bool:
         """Whether states that are offloaded are reloaded for any code that uses them."""
-        return self.is_stepped or self.serves_sleep or self._serving > 0
-
-    def attachment(self, optimizer: Any) -> Attachment | None:
-        """Return what patches use for an optimizer; None while they are to do nothing."""
-        if not (self.is_stepped or self._serving or (self.serves_sleep and self.is_asleep)):
-            return None
-        return next(Attachment(self.engine, source) for source in self.sources if source.optimizer is optimizer)
+        return self.is_stepped or self.serves_sleep or self.serving > 0
 
     @contextmanager
     def serve(self) -> Iterator[None]:
         """Context in which patches serve code that reads or loads states."""
-        self._serving += 1
+        self.serving += 1
         try:
             yield
         finally:
-            self._serving -= 1
+            self.serving -= 1
 
     def end_steps(self, reloads: bool = True) -> None:
         """End the use by training steps: close the engine if they own it, else make the states resident.
@@ -117,9 +109,11 @@ def lease_of(optimizer: Any) -> EngineLease | None:
 
 
 def attachment_of(optimizer: Any) -> Attachment | None:
-    """Return what patches use for an optimizer, or None."""
+    """Return what patches use for an optimizer; None while they are to do nothing."""
     lease = lease_of(optimizer)
-    return None if lease is None else lease.attachment(optimizer)
+    if lease is None or not (lease.is_stepped or lease.serving or (lease.serves_sleep and lease.is_asleep)):
+        return None
+    return next(Attachment(lease.engine, source) for source in lease.sources if source.optimizer is optimizer)
 
 
 def shareable_leases(optimizers: Iterable[Any], asker: str) -> list[EngineLease]:

@@ -10,8 +10,6 @@ Upstream's code copies, pins, and keeps to no budget. Each member supplies the w
   restore what they read.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, override
@@ -28,15 +26,11 @@ from bridge_fgo.states.source import Source
 
 
 class Member(ABC):
-    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine.
-
-    Those of this class fit an offloader whose states stay in host memory, in which upstream's own step finds them.
-    """
+    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine."""
 
     name: str  # what the engine is called
     verbs: tuple[str, ...]  # methods by which a DistributedOptimizer class with upstream's offloader is known
     interrupted = ""  # what interrupted a move; what upstream does itself is not watched
-    _is_out = False  # whether states were offloaded, and not reloaded since
 
     def __init__(self, source: MegatronSource, traffic: Traffic) -> None:
         self.optimizer: Any = source.optimizer
@@ -76,38 +70,24 @@ class Member(ABC):
         self._away = 0
 
     @abstractmethod
-    def _start_offload(self) -> None:
-        """Do upstream's verb; `_release` and `_start_reload` count too."""
-
-    @abstractmethod
-    def _release(self) -> None: ...
-
-    @abstractmethod
-    def _start_reload(self) -> None: ...
-
     def offload(self) -> None:
         """Start the copies to the host."""
-        self._start_offload()
-        self._is_out = True
 
+    @abstractmethod
     def release(self) -> None:
         """Free the GPU memory, and count what is off the GPU."""
-        if self._is_out:
-            self._release()
 
+    @abstractmethod
     def reload(self) -> None:
         """Start the copies to the GPU, and count them."""
-        if self._is_out:
-            self._start_reload()
-            self._is_out = False
 
     @abstractmethod
     def require_readable(self) -> None:
         """Make the states readable for work that the current stream gets from now on."""
 
+    @abstractmethod
     def require_writable(self) -> None:
         """Make them writable too: what is written is not on the host."""
-        self.require_readable()
 
     def settle(self) -> None:
         """End the moves of a training step."""
@@ -168,6 +148,8 @@ class Generation1(SlabStateMachine, Member):
 class Generation2(Member):
     """Drives it, in an optimizer that was built with `config.chunked_optimizer_state_offload=True`."""
 
+    _is_out = False  # whether states were offloaded, and not reloaded since; upstream's own step finds them on the host
+
     name = "mcore generation 2"
     verbs = ("offload_optimizer_state_for_forward", "prefetch_optimizer_state_for_gradient_finalization")
 
@@ -185,19 +167,23 @@ class Generation2(Member):
         return [*self._offloader._cpu_master.values(), *states]
 
     @override
-    def _start_offload(self) -> None:
+    def offload(self) -> None:
         self.optimizer.offload_optimizer_state_for_forward(offload_master=not self._masters_are_read_late)
+        self._is_out = True
 
     @override
-    def _release(self) -> None:
-        if self._masters_are_read_late:
-            self.optimizer.offload_optimizer_state_for_forward()
-        self._count_away()
+    def release(self) -> None:
+        if self._is_out:
+            if self._masters_are_read_late:
+                self.optimizer.offload_optimizer_state_for_forward()
+            self._count_away()
 
     @override
-    def _start_reload(self) -> None:
-        self._count_back(self._bytes_off_gpu())
-        self.optimizer.prefetch_optimizer_state_for_gradient_finalization()
+    def reload(self) -> None:
+        if self._is_out:
+            self._count_back(self._bytes_off_gpu())
+            self.optimizer.prefetch_optimizer_state_for_gradient_finalization()
+            self._is_out = False
 
     @override
     def require_readable(self) -> None:

@@ -1,7 +1,5 @@
 """The native engine: offload of all sources of a rank, slab by slab, in one schedule."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
-from bridge_fgo.memory.slab import Slab, require_readable, send_off
+from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.advice import Advice
 from bridge_fgo.offload.profile import Mark
@@ -59,7 +57,8 @@ class NativeEngine(CheckpointingEngine):
         self.config = config
         device = sources[0].device if sources else torch.device("cpu")
         self.transfers = transfers = transfers or make_transfers(device, config)
-        self.traffic.touches.refusals.append(partial(_refuse_in_capture, transfers))
+        in_capture = "a CUDA graph is being captured: call bridge_fgo.reload_states() before"
+        self.traffic.touches.refusals.append(lambda: in_capture if transfers.capturing() else "")
         self.schedule = schedule = Schedule(
             transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
         )
@@ -127,15 +126,9 @@ class NativeEngine(CheckpointingEngine):
         return sum(slab.pinned_bytes for slab in self.slabs)
 
     @property
-    @override
     def host_bytes(self) -> int:
         """Bytes of host memory for the slabs, page-locked or not, with second buffers of background saves."""
         return sum(slab.nbytes * (1 if slab.spare is None else 2) for slab in self.slabs)
-
-    @property
-    @override
-    def held_budget_bytes(self) -> int | None:
-        return self.config.gpu_memory_budget_bytes if self.schedule.is_planned else None
 
     @property
     @override
@@ -187,7 +180,7 @@ class NativeEngine(CheckpointingEngine):
     def begin_pass(self, is_like_others: bool = True) -> None:
         self._count_whole_steps()
         self.traffic.most_released = self.traffic.released
-        self.masters.locate_weights()
+        self.masters.remainders.locate()
         self.masters.begin_pass()
         # If a pass is run again, some are being reloaded.
         coming = [source for source, each in self._offloaded.items() if each.reloading]
@@ -250,7 +243,8 @@ class NativeEngine(CheckpointingEngine):
                 self.masters.check_anew([source])
                 stack.enter_context(self.masters.trusted(source))
                 # One launch for all parameters takes the host less time than one for each part, and needs all states.
-                if not (source.updates_in_place and offloaded.is_all_here):
+                all_stay = not offloaded.moving and all(slab.state is SlabState.RESIDENT for slab in offloaded.slabs)
+                if not (source.updates_in_place and all_stay):
                     stack.enter_context(source.stepping(run, offloaded.owners))
             if self._stepped is not None:
                 self._stepped.discard(source)
@@ -318,11 +312,6 @@ class NativeEngine(CheckpointingEngine):
         self.schedule.forget_parts()
         self._offloaded.clear()
         self.sources = []
-
-
-def _refuse_in_capture(transfers: Transfers) -> str:
-    is_captured = transfers.capturing()
-    return "a CUDA graph is being captured: call bridge_fgo.reload_states() before" if is_captured else ""
 
 
 def make_transfers(device: torch.device, config: OffloadConfig) -> Transfers:

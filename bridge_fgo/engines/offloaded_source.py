@@ -1,7 +1,5 @@
 """The states of one source: those that are offloaded, in parts and slabs, and those that stay on the GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from bridge_fgo.config import OffloadConfig
@@ -54,11 +52,6 @@ class OffloadedSource:
         """Drop some slabs for good."""
         for each in (self, *self.parts):
             each.slabs = [slab for slab in each.slabs if slab not in slabs]
-
-    @property
-    def is_all_here(self) -> bool:
-        """Whether every part stays on the GPU, and is resident."""
-        return all(part.stays for part in self.parts) and all(slab.state is SlabState.RESIDENT for slab in self.slabs)
 
     @property
     def moving(self) -> list[Slab]:

@@ -3,8 +3,6 @@
 They cannot be decoded if something but the optimizer has changed their weights meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
@@ -39,10 +37,6 @@ class PackedMasters:
         ]
 
     # As masters are offloaded.
-
-    def locate_weights(self) -> None:
-        """Look up the addresses of the weights that masters are packed with, which a sleep may have changed."""
-        self.remainders.locate()
 
     @contextmanager
     def copied_whole(self) -> Iterator[None]:

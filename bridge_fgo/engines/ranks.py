@@ -1,7 +1,5 @@
 """What the ranks of a job do together: make engines, exchange answers, fail alike, ask their nodes for memory."""
 
-from __future__ import annotations
-
 import gc
 import math
 import threading

@@ -13,21 +13,19 @@ With one for kernels and eight for copies it was 0.82, with 32 in the same run 0
 of 4 bytes behind the update waited 1 ms with 32 queues, and 86 ms with one, until the copies out were over.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 
 OF_COPIES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 OF_ALL = "CUDA_DEVICE_MAX_CONNECTIONS"
 NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-DEFAULT = 8  # queues that CUDA gives to kernels, and as many to copies, where neither variable is set
+DEFAULT = 8  # queues that CUDA gives to kernels, and as many to copies, if neither variable is set
 
 
 def keep_enough() -> bool:
     """Set `CUDA_DEVICE_MAX_COPY_CONNECTIONS` as `CUDA_DEVICE_MAX_CONNECTIONS`, at least to 8; return if that was done.
 
-    Leaves it alone where it is set, and where CUDA has read it by now: seen on an H200, a `torch.cuda.is_available()`
+    Leaves it alone if it is set, or if CUDA has read it by now: seen on an H200, a `torch.cuda.is_available()`
     before is enough for that.
     """
     if OF_COPIES in os.environ or driver_has_begun():
@@ -46,12 +44,12 @@ def driver_has_begun() -> bool:
 
 
 def take_back() -> None:
-    """Undo a `keep_enough` that returned True; CUDA keeps its queues where it is in use by now."""
+    """Undo a `keep_enough` that returned True; CUDA keeps its queues if it is in use by now."""
     os.environ.pop(OF_COPIES, None)
 
 
 def shortage() -> str | None:
-    """Return a sentence on what a shortage of queues costs and what to do, or None where there are enough."""
+    """Return a sentence on what a shortage of queues costs and what to do, or None if there are enough."""
     name = OF_COPIES if OF_COPIES in os.environ else OF_ALL
     number = _number(name)
     if number >= DEFAULT:
@@ -64,7 +62,7 @@ def shortage() -> str | None:
 
 
 def _number(name: str) -> int:
-    """Return what the environment asks for; like CUDA, its default where that is no number of queues."""
+    """Return what the environment asks for; like CUDA, its default if that is no number of queues."""
     try:
         number = int(os.environ[name])
     except (KeyError, ValueError):

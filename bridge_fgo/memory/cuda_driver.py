@@ -105,8 +105,8 @@ class Event:
 class Stream:
     """A CUDA stream that nobody else has, in the current context, of the priority that PyTorch's have by default.
 
-    PyTorch hands the 32 of a device's pool out again and again. Whoever got the same one would queue behind our copies,
-    and they behind its work.
+    PyTorch hands the 32 of a device's pool out again and again. Another user of the same one would queue behind our
+    copies, and they behind its work.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def compile_for(source: str, device: torch.device) -> Module | None:
-    """Return the source's kernels, compiled for a GPU and loaded; None, said in the log, where no NVRTC does it."""
+    """Return the source's kernels, compiled for a GPU and loaded; None, said in the log, if no NVRTC does it."""
     major, minor = torch.cuda.get_device_capability(device)
     troubles = []
     for path in _candidates():

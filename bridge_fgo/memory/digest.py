@@ -1,7 +1,5 @@
 """A 64-bit sum over the bytes of GPU memory: tells whether what a host copy was made of has changed since."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 
@@ -38,7 +36,7 @@ extern "C" __global__ void digest(const u64 *words, u64 count, u64 *sum) { add_u
 
 @cache
 def digest_kernel(device: torch.device) -> StridedSum | None:
-    """Return the kernel; None where there is none for the device. To compile it takes the host half a second, once."""
+    """Return the kernel; None if there is none for the device. To compile it takes the host half a second, once."""
     return compile_sum(SOURCE, "digest", arrays=1, device=device)
 
 
@@ -47,7 +45,7 @@ def byte_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     They are uint8, one-dimensional and contiguous, on one device. Each word is mixed with its place: a change of one
     word always changes the sum. Changes of several cancel each other with a probability of 2**-64, unless somebody who
-    knows the factors makes them. Where there is no kernel, or a tensor does not begin and end at a word, PyTorch's
+    knows the factors makes them. If there is no kernel, or a tensor does not begin and end at a word, PyTorch's
     operators take the same sum.
     """
     kernel = digest_kernel(tensors[0].device)
@@ -83,7 +81,7 @@ def _shift_into(words: torch.Tensor) -> torch.Tensor:
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """Return bytes as words, int64; a copy, padded by zeros, where they do not begin or end at a word."""
+    """Return bytes as words, int64; a copy, padded by zeros, if they do not begin or end at a word."""
     if chunk.storage_offset() % 8 or chunk.numel() % 8:
         chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
     if chunk.storage_offset() % 8:  # nothing was padded

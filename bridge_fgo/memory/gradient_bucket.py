@@ -40,16 +40,13 @@ class GradientBucket:
     `data` is mcore's `bucket.grad_data`, [elements of the bucket]; `views` are the gradients in it, and what others
     have made of them. They stay the objects that they are, and lose what they held: the gradients are ABSENT.
 
-    Whoever reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: it is a property, of a subclass
-    of `torch.nn.Parameter` that each parameter gets, or of a quantized weight's own class (`_add_property`). So no
-    reader has to be known, also where a kernel of an extension writes the gradient. And whoever uses in Python `data`,
-    a gradient that was read before and is held, or a view of one, finds it too (`Guard`, `Views`).
+    Code that reads `main_grad` of one of `params` finds it allocated, zeroed or reloaded: it is a property of a
+    subclass of `torch.nn.Parameter`, or of a quantized weight's own class (`_add_property`). So no reader has to be
+    known, also if a kernel of an extension writes the gradient. And Python code that uses `data`, a gradient that was
+    read before and is held, or a view of one, finds it too (`Guard`, `Views`).
 
     `needed` is a method, held weakly, that is called once a bucket that was not HERE is. `traffic` counts copies.
     """
-
-    staging: torch.Tensor | None = None
-    is_lent = False
 
     def __init__(
         self,
@@ -143,7 +140,7 @@ class GradientBucket:
 
     @property
     def gpu(self) -> torch.Tensor | None:
-        """The memory, uint8 [nbytes]; None where it is freed."""
+        """The memory, uint8 [nbytes]; None if it is freed."""
         return self._bytes if self._storage.nbytes() else None
 
     @property
@@ -177,7 +174,7 @@ class GradientBucket:
 
     def _touched(self, tensor: torch.Tensor) -> None:
         self.require()
-        self._guard.take_off()  # also where something came between a move and its note
+        self._guard.take_off()  # also if something came between a move and its note
         # Race: as in `note`; and what is written here would be copied, or freed, before.
         self._transfers.join(self._streams)
 
@@ -186,7 +183,7 @@ class GradientBucket:
     def require(self) -> None:
         """Have the gradients on the GPU, for the current stream to read and write; RuntimeError while they are asleep.
 
-        torch.OutOfMemoryError where there is no memory for them; they stay where they are.
+        torch.OutOfMemoryError if there is no memory for them; they stay where they are.
         """
         if self.state is BucketState.HERE:
             return
@@ -215,7 +212,7 @@ class GradientBucket:
     def note(self, param: torch.nn.Parameter) -> None:
         """Note that the gradient of a parameter is read on the current stream, to be added to.
 
-        Where the bucket does not move, the first read is enough.
+        If the bucket does not move, the first read is enough.
         """
         self.read.add(id(param))
         # Race: a side stream of the model, which had waited for others before one of these brought the bucket, would
@@ -232,7 +229,7 @@ class GradientBucket:
         self._transfers.wait_for(self._streams)
 
     def offload(self) -> None:
-        """Start to copy the gradients to the host; whoever reads one until `release` has them stay."""
+        """Start to copy the gradients to the host; a read of one until `release` keeps them here."""
         if self.state is BucketState.RELOADING:
             self._arrive()
         assert self.state is BucketState.HERE
@@ -269,7 +266,7 @@ class GradientBucket:
         if self.gpu is not None:  # whatever the state: an error may have come between the two
             self.wait_for_adders()
             if self._host is not None:
-                # Race: where a pass ended with an error, or an offload was given up, a copy may still use the memory.
+                # Race: if a pass ended with an error, or an offload was given up, a copy may still use the memory.
                 self._transfers.wait_out(self)
                 if self.state in (BucketState.OFFLOADED, BucketState.RELOADING):
                     self._transfers.wait_in(self)

@@ -2,7 +2,7 @@
 
 Two layers. Python: for as long as its memory is away a tensor is of a subclass of its class, whose `__torch_function__`
 sees every operation on it that is called from Python, also in lists; and so are views of it that other code has made
-(`Views`). C++: where PyTorch can take it back (2.12 and later), its storage refuses its address, so that a kernel of an
+(`Views`). C++: if PyTorch can take it back (2.12 and later), its storage refuses its address, so that a kernel of an
 extension or a collective is a RuntimeError. Before 2.12 those read an address of 0.
 
 Metadata (shape, dtype, device, gradient, hash, attributes) needs no memory and is given as ever. This package's own
@@ -101,9 +101,8 @@ def _guarded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     def torch_function(_: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func not in METADATA:
-            for tensor in _guarded_in((args, kwargs)):
-                _touch(tensor)
-            if not any(True for _ in _guarded_in((args, kwargs))):
+            touch_all((args, kwargs))
+            if not any(map(is_guarded, tensors_in((args, kwargs)))):
                 return func(*args, **kwargs)
         with own():
             return func(*args, **kwargs)
@@ -125,16 +124,13 @@ def _guarded(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     return type(f"Offloaded{cls.__name__}", (cls,), members)
 
 
-def _guarded_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
-        if is_guarded(value):
-            yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _guarded_in(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _guarded_in(each)
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
 
 
 def _touch(tensor: torch.Tensor) -> None:
@@ -158,7 +154,7 @@ _HELD_ONCE = 2  # what `sys.getrefcount(ref())` returns of an object that one di
 
 
 def held(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return those of some tensors that have two holders or more; all where PyTorch does not have Python count them.
+    """Return those of some tensors that have two holders or more; all if PyTorch does not have Python count them.
 
     In a step of 24 layers and 4 microbatches this and `Views` took the host 0.6 ms more; guards of all 292 gradients
     took 3 ms.
@@ -168,7 +164,7 @@ def held(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def give_up(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage, why: str) -> None:
-    """Have whoever uses guarded tensors of an emptied storage get a RuntimeError for good: nobody can fill it again."""
+    """Make each use of guarded tensors of an emptied storage a RuntimeError for good: nobody can fill it again."""
 
     def touched(tensor: torch.Tensor) -> None:
         raise RuntimeError(why)
@@ -181,7 +177,7 @@ def give_up(tensors: Iterable[torch.Tensor], storage: torch.UntypedStorage, why:
 
 def touch_all(value: Any) -> None:
     """Touch what is guarded of a tensor, or of lists, tuples and dictionaries of them, for a reader in C++."""
-    for tensor in _guarded_in(value):
+    for tensor in filter(is_guarded, tensors_in(value)):
         _touch(tensor)
 
 
@@ -206,16 +202,16 @@ class Touches:
 
     def __init__(self) -> None:
         self.nbytes = 0  # that came back, in the whole run
-        # each returns why nothing may come back now, and what to call; empty where it may
+        # each returns why nothing may come back now, and what to call; empty if it may
         self.refusals: list[Callable[[], str]] = []
-        # called before states that are away come back, whoever asks, or are loaded on the host
+        # called before offloaded states are reloaded, for any reader, or are loaded on the host
         self.before_writes: list[Callable[[], object]] = []
         self._new: dict[str, int] = {}
         self._said: set[str] = set()
         self._looks_before = _looks
 
     def refusal(self) -> str:
-        """Return why nothing may come back now; empty where it may."""
+        """Return why nothing may come back now; empty if it may."""
         return next((why for refusal in self.refusals if (why := refusal())), "")
 
     def may_write(self) -> None:
@@ -264,7 +260,7 @@ _views: weakref.WeakSet[Views] = weakref.WeakSet()
 class Views:
     """The tensors on a storage that are not its owner's: views that other code has made and holds.
 
-    PyTorch does not list them, but counts the users of the storage. Where it has others than it had, one look at all
+    PyTorch does not list them, but counts the users of the storage. If it has others than it had, one look at all
     objects of the process finds them, and those of all other `Views`: 0.15 s for 800,000 objects. Frozen ones
     (`gc.freeze`) are not found, nor what C++ holds alone.
 
@@ -319,7 +315,7 @@ def _alive(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
 
 
 def look_for(views: Iterable[Views]) -> None:
-    """Find the tensors on some storages, where any are not known."""
+    """Find the tensors on some storages, if any are not known."""
     stale = {each._storage._cdata: each for each in views if not each.are_known()}
     found: dict[int, list[torch.Tensor]] = {place: [] for place in stale}
     with own():
@@ -367,7 +363,7 @@ _CAN_REFUSE = hasattr(torch._C, "_clear_storage_data_ptr_access_error_msg")
 
 
 def empty(storage: torch.UntypedStorage, why: str) -> None:
-    """Give the memory of a storage back, and have whoever asks for its address in C++ get a RuntimeError with `why`."""
+    """Give the memory of a storage back; C++ code that asks for its address gets a RuntimeError with `why`."""
     storage.resize_(0)
     if _CAN_REFUSE:
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, why)
@@ -376,7 +372,7 @@ def empty(storage: torch.UntypedStorage, why: str) -> None:
 def fill(storage: torch.UntypedStorage, nbytes: int, why: str) -> None:
     """Take memory of undefined content for a storage that `empty` has emptied, on the current stream.
 
-    Where there is none, it stays empty and refuses its address as before.
+    If there is none, it stays empty and refuses its address as before.
     """
     if not _CAN_REFUSE:
         storage.resize_(nbytes)

@@ -1,7 +1,5 @@
 """How much host memory there is, and on which CPUs it is near a GPU."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform
@@ -43,10 +41,10 @@ class Need(NamedTuple):
 
 
 def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
-    """Return why ranks together cannot have the host memory that they need; empty where they can, for every rank alike.
+    """Return why ranks together cannot have the host memory that they need; empty if they can, for every rank alike.
 
-    Linux hands out memory that it does not have and kills whoever touches it, so it is asked before. `needs` are of
-    every rank, all measured before any of them pins; of `rank` the bytes are told, where it is one of those that
+    Linux hands out memory that it does not have and kills who touches it, so it is asked before. `needs` are of
+    every rank, all measured before any of them pins; of `rank` the bytes are told, if it is one of those that
     cannot.
     """
     sharing = defaultdict[str, dict[int, Pool]](dict)
@@ -73,10 +71,10 @@ def host_memory_refusal(needs: Sequence[Need], rank: int) -> str:
 
 
 def ranks_of_this_node() -> int:
-    """Return how many ranks torchrun, mpirun or srun has started on this node; 1 where none says.
+    """Return how many ranks torchrun, mpirun or srun has started on this node; 1 if none says.
 
     srun's nodes may have different numbers ("4(x15),2"): the first, which is the largest as Slurm fills nodes. Raises
-    ValueError where a launcher's variable has no number.
+    ValueError if a launcher's variable has no number.
     """
     launchers = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE")
     name = next(filter(os.environ.get, launchers), "")
@@ -92,7 +90,7 @@ def available_bytes() -> int:
 
 
 def free_for_each_rank() -> int:
-    """Return the bytes that each rank of this node can have now where all take as many."""
+    """Return the bytes that each rank of this node can have now if all take as many."""
     ranks = ranks_of_this_node()
     return min(pool.free // math.ceil(ranks * pool.part) for pool in pools())
 
@@ -103,7 +101,7 @@ def total_bytes() -> int:
 
 
 def pools() -> list[Pool]:
-    """Return the host's memory, that of its NUMA nodes where this process may not have all, and that of its cgroups.
+    """Return the host's memory, that of its NUMA nodes if this process may not have all, and that of its cgroups.
 
     Containers of a host have names of their own but share its memory and the kernel's boot id; virtual machines, which
     have memory of their own, boot for themselves. A cgroup is known by its inode, which is the same under whatever path
@@ -125,7 +123,7 @@ def _all_nodes() -> set[int]:
 
 
 def _of_nodes(host: str) -> Iterator[Pool]:
-    """Yield the memory of the NUMA nodes that this process takes pages from, where these are not all."""
+    """Yield the memory of the NUMA nodes that this process takes pages from, if these are not all."""
     with_cpus, bound = numa_nodes(), _bound_nodes()
     nodes = bound & with_cpus or bound
     if not nodes or nodes == _all_nodes():
@@ -159,7 +157,7 @@ def power_of_two_at_least(nbytes: int) -> int:
 
 
 def local_cpus(device: torch.device) -> set[int] | None:
-    """Return the CPUs of a GPU's NUMA node that this process may use; None where that is not known."""
+    """Return the CPUs of a GPU's NUMA node that this process may use; None if that is not known."""
     properties = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return None
@@ -232,7 +230,7 @@ def _cgroups() -> Iterator[tuple[int, int, int]]:
 def _reclaimable(nbytes: Callable[[str], int], names: _Names) -> int:
     """Return the bytes of a cgroup, or of NUMA nodes, that count as used and go when memory is asked for.
 
-    What waits for a disk does not count: pinning touches pages by the gigabyte a second, and where the kernel finds
+    What waits for a disk does not count: pinning touches pages by the gigabyte a second, and if the kernel finds
     nothing but pages that it has to write first, it gives up and kills.
     """
     cache, unwritten, slab = (sum(nbytes(name) for name in kind) for kind in (names.cache, names.unwritten, names.slab))
@@ -240,12 +238,12 @@ def _reclaimable(nbytes: Callable[[str], int], names: _Names) -> int:
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()  # empty where there is no such cgroup here, or no limit at the root
+    text = _read(path).strip()  # empty if there is no such cgroup here, or no limit at the root
     return None if text in ("", "max") else int(text)
 
 
 def _field(text: str, name: str) -> int | None:
-    """Return the number after a name, where each line begins with one."""
+    """Return the number after a name; each line begins with one."""
     fields = (line.split() for line in text.splitlines())
     return next((int(words[1]) for words in fields if words[0] == name), None)
 

@@ -1,7 +1,5 @@
 """Which states go, which are updated in one go, and how they lie in slabs: arithmetic on sizes in bytes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +17,16 @@ take the same vectorised paths as on a tensor with an allocation of its own."""
 BYTES_WHILE_ENQUEUING = 8 * MIB
 """Bytes that the link moves while the host enqueues one part's moves and update: some 150 microseconds on an H200,
 whose link has 55 GB/s. The pipeline fills and drains in the time that one part takes on the link, so what parts cost in
-all is least where a part is the geometric mean of this and of the states."""
+all is least if a part is the geometric mean of this and of the states."""
 
 LEAST_PARTS = 16
-"""Parts that an optimizer's states make at least, where its tensors are small enough: the optimizer step holds two at
+"""Parts that an optimizer's states make at least, if its tensors are small enough: the optimizer step holds two at
 least, and the pipeline should not fill and drain for a larger share of it (states below 2 GiB)."""
 
 LEAST_PART_BYTES = MIB  # parts are no smaller than this for the sake of the pipeline
 
 MERGED_SLAB_BYTES = 128 * MIB
-"""Up to this size the states of one kind of a part are one slab, also where its only tensor is larger than a part
+"""Up to this size the states of one kind of a part are one slab, even if its only tensor is larger than a part
 should be: they come and go together, and each slab costs the host some 40 microseconds a step. It is 2.4 ms of an
 H200's link."""
 
@@ -45,7 +43,7 @@ class SlabLayout:
 class Codec:
     """How one slab is copied, by `link_bytes` over the link: as it is, unless a subclass encodes it."""
 
-    family: Any = None  # the `Remainders` that encode and decode the slab; None where it is copied as it is
+    family: Any = None  # the `Remainders` that encode and decode the slab; None if it is copied as it is
     staging_bytes = 0  # size of the encoded form, which needs GPU memory beside the slab while it is on its way
     encodes = False  # whether a slab that is offloaded now is to be encoded
     just_rounded = False  # whether its weights were rounded from it just now, so that the next encoding needs no check

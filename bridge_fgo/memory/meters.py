@@ -1,7 +1,5 @@
 """Meters: peaks and room of GPU memory, the allocator's blocks, and bytes and host time of moves."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +15,15 @@ ACTIVE = "active_bytes.all.peak"
 """Allocated, or freed while a stream that `record_stream` named may still use it: until then nobody else gets it."""
 RESERVED = "reserved_bytes.all.peak"
 
-COMMON_POOL = (0, 0)  # the allocator's pool of whatever no graph has for itself
+
+def segments() -> list[dict[str, Any]]:
+    """Return the segments of PyTorch's own allocator; none of another one, for a snapshot of which PyTorch raises."""
+    return torch.cuda.memory_snapshot() if torch.cuda.get_allocator_backend() == "native" else []
+
+
+def is_graphs(segment: dict[str, Any]) -> bool:
+    """Return whether a segment is in a private pool: that of a CUDA graph, say."""
+    return tuple(segment["segment_pool_id"]) != (0, 0)
 
 
 class DeviceMemory(NamedTuple):
@@ -55,9 +61,7 @@ class PeakMeter:
     @property
     def expands(self) -> bool:
         """Whether the allocator's segments can grow (`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`)."""
-        if not self.works or torch.cuda.get_allocator_backend() != "native":
-            return False  # PyTorch raises for a snapshot of another allocator
-        return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        return self.works and any(segment["is_expandable"] for segment in segments())
 
     @property
     def holes(self) -> int:
@@ -89,9 +93,9 @@ class PeakMeter:
 
     def count_graphs(self) -> None:
         """Find out anew what CUDA graphs keep: their pools are closed to all others as long as the graphs are there."""
-        if self.works and torch.cuda.get_allocator_backend() == "native":
-            segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != COMMON_POOL]
-            self.kept_by_graphs = sum(segment["total_size"] - segment["active_size"] for segment in segments)
+        if self.works:
+            graphs = filter(is_graphs, segments())
+            self.kept_by_graphs = sum(each["total_size"] - each["active_size"] for each in graphs)
 
     def _read(self) -> None:
         # `memory_stats` takes the host five times as long: it makes some two hundred names of this, and sorts them.
@@ -134,7 +138,7 @@ class StepClock:
         self._used += 1
 
     def seconds(self) -> float | None:
-        """Return the sum of what was measured in the step; None where nothing was or the GPU is not past it yet."""
+        """Return the sum of what was measured in the step; None if nothing was or the GPU is not past it yet."""
         pairs = self._pairs[: self._used]
         if not pairs or not pairs[-1][1].query():
             return None
@@ -149,7 +153,7 @@ class Ledger:
         self.block_bytes: Callable[[int], int] = lambda nbytes: nbytes  # what one takes; see `block_rounding`
         self.observer: weakref.WeakMethod[Callable[[bool], None]] | None = None
         """Called with True before slabs take or give back memory, and with False after, when `nbytes` is up to date.
-        Weak: a slab that a copy keeps alive must not keep alive whoever looks on."""
+        Weak: a slab that a copy keeps alive must not keep its observer alive."""
 
     def change[T](self, difference: int, action: Callable[..., T], *args: Any) -> T:
         """Call what takes (or, negative, gives back) that many bytes; they count if it succeeds."""
@@ -194,7 +198,7 @@ def block_rounding(device: torch.device) -> Callable[[int], int]:
     """Return what gives the bytes of the block for an allocation, at most, by the allocator's settings.
 
     `roundup_power2_divisions` has the divisions between one power of two and the next, from 1 MiB on. Of a block that
-    `max_split_size_mb` forbids to split up to 20 MiB more are taken, where segments cannot expand. 1 MiB a block, which
+    `max_split_size_mb` forbids to split up to 20 MiB more are taken, if segments cannot expand. 1 MiB a block, which
     may be left over otherwise, is not counted: the margins below a limit are for that.
     """
     divisions: list[int] = []
@@ -226,7 +230,7 @@ class DeviceRoom:
     """All memory of a GPU that PyTorch may have, but what others have, and a margin: `gpu_memory_budget_gib="auto"`.
 
     Others are the CUDA context, NCCL, libraries' workspaces and other processes. The margin is for holes: memory that
-    PyTorch's allocator has reserved and that fits nothing. Where it was too small, the allocator has to give back what
+    PyTorch's allocator has reserved and that fits nothing. If it was too small, the allocator has to give back what
     it caches, which takes time, or training would run out of memory.
     """
 

@@ -6,8 +6,6 @@ be several times as much. By the driver a launch takes the host 5.7 us, by Trito
 a C compiler for that, and cannot take the places of several slabs as an argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import itemgetter
@@ -173,9 +171,9 @@ class RemainderKernels:
         self._grids: dict[tuple[int, int], Grid] = {}  # by the first of the rows of a launch, and how many they are
 
     def look_up(self, required: bool = True) -> bool:
-        """Write the table anew where weights are elsewhere now: a buffer may be let go of, and taken again.
+        """Write the table anew if weights are elsewhere now: a buffer may be let go of, and taken again.
 
-        Where weights have no memory it returns False, or raises RuntimeError if they are `required` for packed masters.
+        If weights have no memory it returns False, or raises RuntimeError if they are `required` for packed masters.
         """
         buffers = [buffer() for buffer in self._buffers]
         # Without memory the start of a view is its offset, not 0.

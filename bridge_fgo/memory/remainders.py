@@ -62,12 +62,12 @@ class Remainders:
         self.slabs: list[SlabRemainders] = []
         self.sums = torch.zeros(0, 2, dtype=torch.int64)
         """[slabs, 2]: the sum over the weights' bits when the slab was encoded, and how many masters differed."""
-        # None where PyTorch's operators have to do: without a GPU, a slab or NVRTC
+        # None if PyTorch's operators have to do: without a GPU, a slab or NVRTC
         self._kernels: RemainderKernels | None = None
         self._verified: frozenset[int] = frozenset()  # rows of the slabs that need no check now
 
     def codec_of(self, states: Sequence[State], layout: SlabLayout) -> Codec:
-        """Return the codec of a slab of these states: one that copies whole where one rounds to no weight."""
+        """Return the codec of a slab of these states: one that copies whole if one rounds to no weight."""
         shards = [state.rounds_to for state in states if state.rounds_to is not None]
         if len(shards) != len(states) or encoded_bytes(layout.nbytes) >= layout.nbytes:
             return Codec(layout.nbytes)
@@ -131,7 +131,7 @@ class Remainders:
             self._verified = before
 
     def verify(self, codecs: Sequence[Codec]) -> None:
-        """Have the host wait, and raise RuntimeError, which says why, where slabs that are away cannot be decoded."""
+        """Have the host wait, and raise RuntimeError, which says why, if slabs that are away cannot be decoded."""
         if why := self._trouble(codecs, self._verified):
             raise RuntimeError(f"OffloadConfig.master_remainders: {why}")
 

@@ -603,15 +603,23 @@ class Part(PartBytes):
 
 def require_readable(slabs: Iterable[Slab]) -> None:
     """Have work that the current stream gets from now on find the slabs' tensors readable."""
+    for _ in landing(slabs):
+        pass
+
+
+def landing(slabs: Iterable[Slab]) -> Iterator[Slab]:
+    """Yield each slab once work that the current stream gets next finds it readable, while others are copied."""
     coming: deque[Slab] = deque()
     for slab in slabs:
         if slab.state is SlabState.RELEASED:
             slab.reload()
         coming.append(slab)
         if len(coming) == MOST_IN_TRANSIT:
-            coming.popleft().require_readable()
+            coming[0].require_readable()
+            yield coming.popleft()
     for slab in coming:
         slab.require_readable()
+        yield slab
 
 
 def send_off(slabs: Sequence[Slab]) -> None:

@@ -1,7 +1,5 @@
 """State tensors that may move, described as plain data that a source fills in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -45,20 +43,20 @@ class State:
     read: Callable[[], torch.Tensor | None]  # returns the tensor as it is now, or None before it exists
     late: bool = False  # whether the first step makes it, so that it shares no slab with what exists before
     written_back: bool = False  # whether its source copies it to a weight of the model once it is updated
-    # the bf16 weights that it, in fp32, is rounded to then; None where they do not tell its high bits
+    # the bf16 weights that it, in fp32, is rounded to then; None if they do not tell its high bits
     rounds_to: WeightShard | None = None
-    converts: bool = False  # whether whoever reads it for a checkpoint gets another dtype, made on the GPU
+    converts: bool = False  # whether a checkpoint gets another dtype of it, made on the GPU
     home: Home | None = None  # that it must stay in, as others hold views of it; the states of one home move together
     offset: int = 0  # where it starts there, in bytes
-    # makes one that is `late` before the first step does, with any content; None where that is left to its source
+    # makes one that is `late` before the first step does, with any content; None if that is left to its source
     make: Callable[[], None] | None = None
-    # returns, once, what a tensor made without memory is to be copied from, in any dtype; None where it has memory
+    # returns, once, what a tensor made without memory is to be copied from, in any dtype; None if it has memory
     take_first: Callable[[], torch.Tensor | None] = lambda: None
-    # returns what others hold of it where that is not the tensor itself but one around it (a DTensor)
+    # returns what others hold of it if that is not the tensor itself but one around it (a DTensor)
     handle: Callable[[], torch.Tensor | None] | None = None
 
     def handles(self) -> Iterator[torch.Tensor]:
-        """Yield the tensor, where it exists, and what is around it."""
+        """Yield the tensor, if it exists, and what is around it."""
         tensor = self.read()
         if tensor is not None:
             yield tensor
@@ -76,7 +74,7 @@ class State:
         return self.nbytes * max(1, 4 // self.dtype.itemsize)
 
     def check_size(self, tensor: torch.Tensor) -> None:
-        """Raise RuntimeError where the tensor is not of the size that was planned for it."""
+        """Raise RuntimeError if the tensor is not of the size that was planned for it."""
         if tensor.nbytes != self.nbytes:
             raise RuntimeError(
                 f"optimizer state {self.name!r} has {tensor.nbytes} bytes of {tensor.dtype}, planned were "

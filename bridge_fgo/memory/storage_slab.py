@@ -1,7 +1,5 @@
 """A storage that others hold views of: emptied and filled in place, with some of its byte ranges kept on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +18,7 @@ class StorageSlab:
 
     What is released (the storage) may be more than what is copied (`ranges`, in order and disjoint; the whole storage
     when None): of a buffer that all-gathers again a rank's own shard will do. The copies run on the current stream;
-    whoever calls orders them.
+    the caller orders them.
 
     While it is away its tensors are guarded: whatever touches one gets a RuntimeError that names it, and `reloaded_by`,
     what to call to have it back. `named` are tensors on it that have a name of their own; others are looked for, see
@@ -74,7 +72,7 @@ class StorageSlab:
         return 0 if self.host is not None or self.folder is not None else self.copied_nbytes
 
     def require_resizable(self) -> None:
-        """Raise StillShared where somebody else holds the memory, so that it cannot be emptied."""
+        """Raise StillShared if somebody else holds the memory, so that it cannot be emptied."""
         if not self.storage.resizable():
             raise StillShared(f"{self.name} cannot be emptied: something (numpy, another process) shares its memory")
 
@@ -104,7 +102,7 @@ class StorageSlab:
                 yield begin, self._bytes[begin:stop].cpu()
 
     def host_parts(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Do as `on_host`, and yield the host's own memory, also where the storage is not away."""
+        """Do as `on_host`, and yield the host's own memory, even if the storage is not away."""
         before = 0
         for first, last in self.ranges:
             begin, stop = max(start, first), min(end, last)
@@ -122,7 +120,7 @@ class StorageSlab:
         return list(zip(self.parts, homes, strict=True))
 
     def empty(self) -> int:
-        """Give the memory back; return its bytes, 0 where it is away already, or raise as `require_resizable`.
+        """Give the memory back; return its bytes, 0 if it is away already, or raise as `require_resizable`.
 
         Nothing on any stream may read or write it any more: PyTorch knows of the stream alone that it was made on.
         """
@@ -156,5 +154,5 @@ class StorageSlab:
 
 
 def find_aliases(slabs: Iterable[StorageSlab]) -> None:
-    """Find the tensors on storages that are about to be emptied, whoever holds them: state dictionaries, say."""
+    """Find the tensors on storages that are about to be emptied, in whatever holds them: state dictionaries, say."""
     look_for(slab.views for slab in slabs if not slab.is_away)

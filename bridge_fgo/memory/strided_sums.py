@@ -1,7 +1,5 @@
 """CUDA kernels that add up a term for each place of an array: the part of them that is the same, and their launch."""
 
-from __future__ import annotations
-
 import torch
 
 from bridge_fgo.memory.cuda_driver import Kernel, compile_for, current_stream, make_grid
@@ -39,7 +37,7 @@ template <typename Term> __device__ void add_up(const Term &term, u64 count, u64
 
 
 def blocks_over(count: int, each: int) -> int:
-    """Return how many blocks go over `count` places, of which a thread takes `each` at once."""
+    """Return how many blocks go over `count` places; a thread takes `each` at once."""
     return min(MOST_BLOCKS, -(-count // (each * THREADS)))
 
 

@@ -1,7 +1,5 @@
 """Copies of slabs between GPU memory and host buffers: the verbs, done at once on a host, and how CUDA does them."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import defaultdict
@@ -23,16 +21,6 @@ class Movable(Protocol):
     """Memory that `Transfers` copies: that of a `Slab` or of a `GradientBucket`."""
 
     @property
-    def gpu(self) -> torch.Tensor | None:
-        """Its GPU memory, uint8; None where there is none."""
-        ...
-
-    @property
-    def staging(self) -> torch.Tensor | None:
-        """GPU memory in which it is encoded, uint8; None where there is none."""
-        ...
-
-    @property
     def host(self) -> HostBuffer:
         """Its host memory."""
         ...
@@ -40,11 +28,6 @@ class Movable(Protocol):
     @property
     def moving(self) -> torch.Tensor:
         """GPU memory that is copied, uint8."""
-        ...
-
-    @property
-    def is_lent(self) -> bool:
-        """Whether a checkpoint's writer may still read the host buffer."""
         ...
 
     def allocate(self) -> None:
@@ -91,7 +74,7 @@ class Transfers:
     def begin_pass(self) -> None:
         """Remember the current stream, of forward and backward, as the training stream until the next pass.
 
-        Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. Where a pass
+        Whatever else reads or writes states meanwhile, on another stream, is to have that one wait for it. If a pass
         is on another stream than the one before, that waits for what the one before holds; a former training stream
         that goes on to compute something of its own has to wait for the new one, as with any memory of PyTorch's that
         another stream uses.
@@ -202,7 +185,7 @@ class Lane:
         self._copier = copier
         self._owned = Stream(), Stream()
         self._handles = tuple(stream.handle for stream in self._owned)
-        # By PyTorch a thread without a CUDA context can wait for them too, as where Python collects a lane in it.
+        # By PyTorch a thread without a CUDA context can wait for them too: Python may collect a lane in it.
         self._streams = tuple(torch.cuda.ExternalStream(handle.value, device) for handle in self._handles)
         self._ends = (Event(), Event())
         self._turn = 0
@@ -231,17 +214,11 @@ class Lane:
         """Record an event after the newest copy."""
         event.record(self._handles[self._turn])
 
-    def delay(self, cycles: int) -> None:
-        """Have the next copy, and so every later one, begin that many GPU cycles later."""
-        with torch.cuda.stream(self._streams[self._turn]):
-            torch.cuda._sleep(cycles)
-        self._is_open = True
-
     def _take_turns(self) -> None:
         if self._is_open:
             self._end_with(self._ends[self._turn])
         turn = 1 - self._turn
-        # Race: the copies of a lane are one sequence; whoever waits for the last has waited for all.
+        # Race: the copies of a lane are one sequence: a wait for the last is one for all.
         self._last.block(self._handles[turn])
         self._turn, self._run = turn, 0
 
@@ -288,7 +265,7 @@ class CudaTransfers(Transfers):
         before, compute = self._compute.cuda_stream, torch.cuda.current_stream(self._device)
         if before != compute.cuda_stream:
             # Race: what only the stream before has waited for (a copy out between steps) may still be under way.
-            self._order(before, compute.cuda_stream)  # first: a pass that is tried again where this fails needs it too
+            self._order(before, compute.cuda_stream)  # first: a pass that is tried again if this fails needs it too
         self._compute, self._handle = compute, compute.cuda_stream
         self._alone = (self._handle,)
         self._out.awaited = self._in.awaited = 0  # it may be another stream now
@@ -402,14 +379,6 @@ class CudaTransfers(Transfers):
         self._in.synchronize()
         self._done.pop(host_address, None)
         self._memory.pop(host_address, None)
-
-    def order_anew(self) -> None:
-        """Have the next copy wait for what the training stream holds by then; for the tests' debug mode, as `delay`."""
-        self._is_ordered = False
-
-    def delay(self, out: bool, cycles: int) -> None:
-        """Have copies in one direction begin that many GPU cycles later."""
-        (self._out if out else self._in).delay(cycles)
 
     @override
     def has_landed(self, slab: Movable) -> bool:

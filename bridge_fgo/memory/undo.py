@@ -1,7 +1,5 @@
 """What an error leaves half done is undone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -1,7 +1,5 @@
 """What more GPU memory would save: one step is timed, and a line says it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -5,8 +5,6 @@ or ends its backward. Point 0 is the release before the first forward. The inter
 next one; the optimizer step is an interval of its own. All sizes are in bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -31,7 +29,7 @@ GB 0.6 to 0.75 GB more was reserved than allocated (9.8 GB of states); with 1.3 
 def plan_holding(
     profile: MemoryProfile, limit: int, staying: int, part_bytes: Sequence[int], masters_held: int = 0
 ) -> HoldPlan:
-    """Return what may be held so that the peak of everything stays at or below `limit` bytes where it can.
+    """Return what may be held so that the peak of everything stays at or below `limit` bytes if it can.
 
     `profile` is what there is beside the slabs. In any case are held: `staying` bytes of slabs that stay for good, two
     parts in the optimizer step, and `masters_held` bytes to its end.
@@ -45,7 +43,7 @@ def plan_holding(
 def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
     """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on.
 
-    So where parts are updated in order, the updates of these hide the last copies out.
+    So if parts are updated in order, the updates of these hide the last copies out.
     """
     staying = set()
     for position in range(len(part_bytes) - 1, -1, -1):
@@ -86,12 +84,12 @@ class HoldPolicy:
         self.agree: Callable[[int, int], tuple[int, int]] = lambda room, least: (room, least)
         """Takes this rank's bytes that may stay and its least possible budget; returns what all ranks can keep to."""
         self.all_can: Callable[[bool], bool] | None = None
-        """Takes whether this rank can choose now, and returns whether all of them can; None where nobody else does."""
+        """Takes whether this rank can choose now, and returns whether all of them can; None if nobody else does."""
         self.announce: Callable[[str], None] = lambda text: None
         self.warn: Callable[[str], None] = lambda text: None  # like `announce`, for what concerns this rank alone
         self.gradients_stay: Callable[[int], tuple[int, int]] | None = None
         """Has as many bytes of gradients as fit into so many stay from now on; returns those that stay, and those that
-        leave between microbatches. None where none leave, or without a budget."""
+        leave between microbatches. None if none leave, or without a budget."""
         self._gradients_leave = 0
         self.plans: list[HoldPlan] = []
         # the peak that all plans keep under: the budget, or the highest that releasing throughout would reach
@@ -119,7 +117,7 @@ class HoldPolicy:
     def is_worth_measuring(self) -> bool:
         """Return whether a pass that has just lost its plan is to be measured; it counts those that have.
 
-        Where each is of a kind of its own, as with images in some microbatches, no number of profiles covers the next,
+        If each is of a kind of its own, as with images in some microbatches, no number of profiles covers the next,
         and to measure takes the host some 100 microseconds a point: so later on only some are.
         """
         self._lost += 1
@@ -128,7 +126,7 @@ class HoldPolicy:
     def add(self, profile: MemoryProfile) -> None:
         """Keep what was measured of a pass, as the maximum of that and of what passes like it have needed.
 
-        Where there are too many profiles that cannot merge, the least recently used goes.
+        If there are too many profiles that cannot merge, the least recently used goes.
         """
         for one in list(self._profiles):
             if one.can_merge(profile):
@@ -141,7 +139,7 @@ class HoldPolicy:
         """Compare the peak of a step with what its plan keeps under; return whether to plan anew, as it was above.
 
         More than one part above, that is: so much may be there twice for a moment. From then on such steps hold as much
-        less of the states. Where that is not enough, memory beside the states has grown (a cache of the first
+        less of the states. If that is not enough, memory beside the states has grown (a cache of the first
         evaluation, say), and the profile grows by it, until the states have nothing left to give.
         """
         profile = plan.profile
@@ -213,7 +211,7 @@ class HoldPolicy:
         """Return how far below the limit to stay, in bytes, while slabs come and go.
 
         Slabs and activations that share memory leave holes between them, which the allocator has reserved all the
-        same: the more, the larger either are. Three times as much where its segments cannot expand.
+        same: the more, the larger either are. Three times as much if its segments cannot expand.
         """
         activations = max(profile.intervals) - min(profile.intervals)
         margin = max(self.margin_bytes, int(MARGIN_SHARE * activations))

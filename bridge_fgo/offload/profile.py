@@ -14,7 +14,7 @@ from bridge_fgo.memory.meters import Ledger, PeakMeter
 class Mark(NamedTuple):
     """What passes a point: a layer that begins its forward, or has ended its backward."""
 
-    layer: int  # its number, or `~number` where its backward has ended
+    layer: int  # its number, or `~number` if its backward has ended
     nbytes: int  # of the tensors that go into it
     live: int  # bytes that went into layers whose backward has not ended, this one's included until its own has
     is_watched: bool = True  # whether passes in which nothing moves report it too; of a forward
@@ -82,9 +82,9 @@ class PassMatcher:
     A plan holds as long as every mark is bounded by that of the measured pass: then the pass needs no more memory up to
     the next point than was measured. Of several plans that hold, the one whose pass needed least is followed.
 
-    Where `checks_inputs_only`, because every state stays, the forwards that are watched are the only points: to report
+    If `checks_inputs_only`, because every state stays, the forwards that are watched are the only points: to report
     them takes the host a third of the time. In all passes of a kind a backward comes at the same place among the
-    forwards. So where no forward gets more, no more is live at any time, and backwards tell nothing more.
+    forwards. So if no forward gets more, no more is live at any time, and backwards tell nothing more.
     """
 
     def __init__(self, plans: Sequence[HoldPlan] = (), checks_inputs_only: bool = False) -> None:
@@ -94,11 +94,11 @@ class PassMatcher:
 
     @property
     def plan(self) -> HoldPlan | None:
-        """The plan to follow; None where none holds, or no more."""
+        """The plan to follow; None if none holds, or no more."""
         return self._fitting[0] if self._fitting else None
 
     def point(self, mark: Mark) -> HoldPlan | None:
-        """Pass a point; return the plan that was followed up to it, where another one, or none, is from now on."""
+        """Pass a point; return the plan that was followed up to it, if another one, or none, is from now on."""
         if self.checks_inputs_only and not mark.is_compared:
             return None
         place, fitting = len(self.marks), self._fitting
@@ -137,7 +137,7 @@ class PeakRecorder:
     def __init__(self, meter: PeakMeter, ledger: Ledger) -> None:
         self.meter, self._ledger = meter, ledger
         ledger.observer = weakref.WeakMethod(self._memory_changes)
-        self.profile: MemoryProfile | None = None  # of the pass that is measured; None where none is
+        self.profile: MemoryProfile | None = None  # of the pass that is measured; None if none is
         self.in_step = False  # whether the pass is over, and the optimizer steps
         self._pass_peak = 0  # of all that was allocated in a pass that is not measured, as far as it was read
 

@@ -34,8 +34,6 @@ inputs. If one is larger than measured, everything is released until the pass en
 their points again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, takewhile
 from operator import attrgetter
@@ -164,8 +162,8 @@ class Schedule:
                 known.intervals.append(0)
                 recorder.record(known)
         elif plan is not None:
-            held = self.ledger.nbytes
-            if held > plan.leave[self._index] or (held < plan.come[self._index] and self.queue.has_more):
+            held, may_bring = self.ledger.nbytes, not (self.queue.is_through or self.queue.is_short)
+            if held > plan.leave[self._index] or (may_bring and held < plan.come[self._index]):
                 with self.transfers.on_compute_stream():
                     self._hold_to(plan)
 
@@ -210,11 +208,11 @@ class Schedule:
     def _bring_what_stays(self) -> None:
         for slab in self._slabs(stay=True):  # from now on; they were away when that was decided
             slab.require_writable()  # one at a time: what is copied for it needs memory beside it
-            slab.drop_staging()  # where it came whole, and memory to encode it was reserved
+            slab.drop_staging()  # if it came whole, and memory to encode it was reserved
 
     @property
     def step_limit(self) -> int:
-        """Bytes of state that the GPU may hold while the optimizer steps; two parts where that is not known."""
+        """Bytes of state that the GPU may hold while the optimizer steps; two parts if that is not known."""
         if self._plan is not None:
             return self._plan.step
         return 2 * max((part.transit_bytes for part in self.parts), default=0) + self._bytes_in_any_case
@@ -246,7 +244,7 @@ class Schedule:
         """Prefetch, update and offload the parts of one source, in order, in both directions of the link at once.
 
         Parts that are small go in groups: a call of the driver's takes the host twice as long after an update as after
-        another such call. A group has `group_bytes` at most (`pipeline_bytes`), where the step has room for
+        another such call. A group has `group_bytes` at most (`pipeline_bytes`), if the step has room for
         `GROUPS_HELD` of them. With `keep_masters` masters stay on the GPU until the next pass, also if their copy out
         starts. With `in_order` parts are updated in their order, whatever has landed (`Source.keeps_order`).
         """
@@ -346,7 +344,7 @@ class Schedule:
         with self.transfers.computing():
             for slab in leaving:
                 if slab.exists():
-                    slab.offload()  # where a reader between steps has had it brought back
+                    slab.offload()  # if a reader between steps has had it brought back
                     slab.release()
 
     # What follows from a step.

@@ -1,7 +1,5 @@
 """The slabs that move: which one is released or prefetched next, as far as there is GPU memory."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,7 +10,7 @@ from bridge_fgo.memory.meters import Ledger
 from bridge_fgo.memory.slab import Slab, SlabState, decode_together
 from bridge_fgo.memory.transfers import Transfers
 
-LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, where room has to be made for them first
+LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, if room has to be made for them first
 
 
 class SlabQueue:
@@ -41,11 +39,6 @@ class SlabQueue:
     def is_through(self) -> bool:
         """Whether all slabs have been copied back in this pass, or are on their way."""
         return self._next >= len(self.slabs)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether slabs may be prefetched."""
-        return not (self.is_through or self.is_short)
 
     def mark_here(self, slab: Slab) -> None:
         """Note that a slab is on the GPU, and so are those before it."""
@@ -150,7 +143,7 @@ class SlabQueue:
             self.give_back()
 
     def fetch(self, slab: Slab, limit: int) -> None:
-        """Copy back a slab that the update needs now, and make room for it; where there is no memory, twice.
+        """Copy back a slab that the update needs now, and make room for it; if there is no memory, twice.
 
         It was released; it may be one of those that stay, for which there was no memory before. All slabs keep to
         `limit` bytes, as far as it takes no more than releasing what is being copied out.

@@ -1,7 +1,5 @@
 """States for a checkpoint: read from the host, where the bytes of what is offloaded are, and loaded to it."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -142,7 +140,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 class Loading(Snapshot):
     """Hands out host memory to load the states of one optimizer into, and puts there what was loaded elsewhere.
 
-    Where a slab is on the GPU, or a state is loaded in another dtype, their owner writes them there, two parts at most.
+    If a slab is on the GPU, or a state is loaded in another dtype, their owner writes them there, two parts at most.
     """
 
     most_borrowed = 2
@@ -160,7 +158,7 @@ class Loading(Snapshot):
     def hand_out(self, param: torch.Tensor, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `read` returns, the state tensors of a parameter by name, with host memory in their place.
 
-        What the host has is to be overwritten in place, and so is a tensor of which the host has nothing. A state that
+        What the host has is to be overwritten in place, and so is a tensor that the host does not have. A state that
         is loaded in another dtype than it has gets fp32 memory of its own.
         """
         part = self._owners.get(id(param))
@@ -180,7 +178,7 @@ class Loading(Snapshot):
     def put(self, param: torch.Tensor, hand_out: Callable[[], object], loaded: States, write: Write) -> None:
         """Put loaded states of a parameter in their place: tensors by name, and what is no tensor.
 
-        They are in the memory that `hand_out` has handed out or in any other; it is called once more. Where the host
+        They are in the memory that `hand_out` has handed out or in any other; it is called once more. If the host
         does not get all of them, `write` writes what it is given to the states.
         """
         hand_out()

@@ -30,7 +30,7 @@ weights, parameters are first.
 
 A tensor that is away guards itself (`memory.guard`); `checks` refuses what its guard cannot catch in time.
 
-`weight_sets` keeps several weights of a model on the host, of which one is swapped into its parameters for a block.
+`weight_sets` keeps several weights of a model on the host, and swaps one into its parameters for a block.
 
 The public class, `bridge.residency.Residency`, has these verbs, and checkpoints while asleep and training steps, for
 which installed patches serve the optimizer. `bridge.frameworks` has other frameworks' functions call `Residency`.

@@ -5,8 +5,6 @@ those that a forward makes of parameters with "params", those that a backward wr
 workspaces of the process once both are away.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bridge_fgo.memory.meters import is_graphs, segments
 from bridge_fgo.sleep.moved import Kind
 
 _WEIGHT_CACHE = "_fp8_workspaces"
@@ -77,9 +76,10 @@ def has_graph_memory(device: torch.device) -> bool:
     """Return whether PyTorch has memory in private pools: a CUDA graph may have a workspace's address baked in."""
     if device.type != "cuda":
         return False
+    if torch.cuda.get_allocator_backend() != "native":
+        return True  # it does not say, and there may be graphs
     index = device.index if device.index is not None else torch.cuda.current_device()
-    segments = torch.cuda.memory_snapshot()
-    return any(tuple(each["segment_pool_id"]) != (0, 0) for each in segments if each["device"] == index)
+    return any(is_graphs(each) for each in segments() if each["device"] == index)
 
 
 def of_module(module: str, name: str) -> Any:

@@ -6,14 +6,13 @@ handles while it writes. NVRx's keeps them until it ends if a checkpoint's struc
 GPU in between has other memory: the worker would write the old memory, which the driver cannot take back either.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from bridge_fgo.sleep.caches import of_module
+from bridge_fgo.states.shadowed import replaced
 
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
 
@@ -85,9 +84,4 @@ def _wrap(queue: Any) -> None:
         finally:
             forget_sent()
 
-    def undo() -> None:
-        if queue.schedule_async_request is scheduled:  # else other code has wrapped it once more, and keeps it
-            queue.schedule_async_request = schedule
-
-    queue.schedule_async_request = scheduled
-    _undo[queue] = undo
+    _undo[queue] = replaced(queue, "schedule_async_request", scheduled)

@@ -9,19 +9,19 @@ before a call if that is not enough:
 - A save gathers bucket by bucket. A rank whose shard of a bucket is empty touches nothing, and would wait for others.
 """
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from bridge_fgo.memory.guard import tensors_in
 from bridge_fgo.sleep.gradient_offloader import Backwards
 from bridge_fgo.sleep.moved import Kind
 from bridge_fgo.sleep.state_offloader import StateOffloader
+from bridge_fgo.states.shadowed import replaced
 
 Check = Callable[[], None]
 
@@ -49,7 +49,7 @@ class BackwardCheck(ForwardCheck):
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         """Register it on the output."""
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda grads: self._check())
 
@@ -111,7 +111,7 @@ class Checks:
                 self.before(leaf, name, require_states)
 
     def _refuse_mcores(self, *owners: Any) -> None:
-        """Refuse mcore's own verbs of sleep on buffers or optimizers, until `close`: they would move what is away."""
+        """Refuse mcore's verbs of sleep on buffers or optimizers, until `close`: they would move offloaded memory."""
 
         def refuse(name: str) -> None:
             raise RuntimeError(
@@ -138,16 +138,7 @@ class Checks:
             after()
             return result
 
-        def undo() -> None:
-            if vars(owner).get(name) is not checked:
-                return  # other code has wrapped it once more, and keeps it
-            if own is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
-
-        setattr(owner, name, checked)
-        self._undo.append(undo)
+        self._undo.append(replaced(owner, name, checked))
 
     def require(self, *kinds: Kind) -> None:
         """Raise RuntimeError if one of these is away."""
@@ -190,11 +181,3 @@ def wrapped_models(chunk: torch.nn.Module) -> list[torch.nn.Module]:
     while isinstance(inner := getattr(found[-1], "module", None), torch.nn.Module):
         found.append(inner)
     return found
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(each)

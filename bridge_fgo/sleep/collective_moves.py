@@ -4,8 +4,6 @@ What a rank decides by itself leads to no collective. Every rank runs each colle
 all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -50,7 +48,7 @@ class Wake(NamedTuple):
 
 
 class CollectiveMoves:
-    """The moves of a trainer's memory, each of which all ranks begin together."""
+    """The moves of a trainer's memory; all ranks begin each together."""
 
     def __init__(self, memory: TrainerMemory) -> None:
         self._memory = memory

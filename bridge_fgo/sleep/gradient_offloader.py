@@ -1,7 +1,5 @@
 """Gradients: dropped and zeroed on reload, or copied; and whether a backward has run since the last update."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

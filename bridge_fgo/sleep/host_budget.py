@@ -1,7 +1,5 @@
 """The host memory that a `Residency` may take on a rank, and which groups of weights it has room for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Offload and reload on one rank. No collective runs here, and no other rank takes part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What one call has moved, and what all moves use: streams, waits, and memory that is taken for all or none."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ With delayed and current scaling (`Float8Tensor`) a columnwise copy is the trans
 dropped with the parameters, and made again from them. Scales stay on the GPU: a number for a tensor, or for a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a `Residency` cannot move, refused by name before anything moves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

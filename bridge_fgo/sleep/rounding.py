@@ -1,7 +1,5 @@
 """Masters that round to weights: compared with them while both are on the GPU, and rounded again on reload."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

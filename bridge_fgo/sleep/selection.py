@@ -1,7 +1,5 @@
 """What a call of `Residency` is to move: the names of kinds, and a choice of parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 

@@ -16,7 +16,7 @@ from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather_or_raise, on_every_rank, pin_on_every_rank
 from bridge_fgo.memory.digest import byte_sums, digest_kernel
 from bridge_fgo.memory.meters import PeakMeter
-from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState
+from bridge_fgo.memory.slab import MOST_IN_TRANSIT, Slab, SlabState, landing
 from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
@@ -122,7 +122,7 @@ class StateOffloader:
         before = self.engine.traffic.out
         if not self.lease.is_stepped:
             self.give_up_offload()  # an interrupted call may have left copies, which lack later updates
-        self.engine.masters.locate_weights()  # they may have been reloaded to another address
+        self.engine.masters.remainders.locate()  # they may have been reloaded to another address
         unchanged = self._copies.unchanged()
         self._copies.forget()  # until the reload: an engine that is served may copy out again
         self._offloading.clear()
@@ -260,23 +260,11 @@ class HostCopies:
 
     def reload_all(self) -> None:
         """Reload every slab that is away, and sum each while others are copied."""
-        away: set[Slab] = set()  # slabs that this call reloads; others may have been written since their copies
-
-        def land(slab: Slab) -> None:
-            slab.require_readable()
+        # slabs that this call reloads; others may have been written since their copies
+        away = {slab for slab in self._slabs if slab.state is SlabState.RELEASED}
+        for slab in landing(self._slabs):  # the copies of the others go on while this one is summed
             if slab in away and slab.gpu is not None and _is_known(slab):
                 self._sums[slab] = byte_sums([slab.gpu])[0]
-
-        coming: deque[Slab] = deque()
-        for slab in self._slabs:
-            if slab.state is SlabState.RELEASED:
-                away.add(slab)
-                slab.reload()
-            coming.append(slab)
-            if len(coming) == MOST_IN_TRANSIT:  # the copies of the others go on while this one is summed
-                land(coming.popleft())
-        for slab in coming:
-            land(slab)
 
     def finish_reload(self) -> None:
         """Note the sums of what was reloaded; the host waits for them."""

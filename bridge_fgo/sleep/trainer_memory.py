@@ -1,7 +1,5 @@
 """What a `Residency` moves on a rank: the weights, gradients and states of a model, and the host memory for them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path

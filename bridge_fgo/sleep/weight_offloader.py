@@ -3,8 +3,6 @@
 They move in slabs, of one storage each: this rank's shard of a DDP buffer, or a weight with a storage of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, override
@@ -86,7 +84,7 @@ class WeightSlab(StorageSlab):
 
     def matches(self, where: Where) -> bool:
         """Return whether a predicate holds for its parameters; ValueError if it holds for some of them."""
-        with torch._C._EnableTorchFunction():  # whose guards refuse to read what is away
+        with torch._C._EnableTorchFunction():  # whose guards refuse to read offloaded memory
             answers = {bool(where(name, param)): name for name, param in self.params}
         if len(answers) > 1:
             raise ValueError(
@@ -332,31 +330,26 @@ class WeightOffloader:
         if not slabs:
             return
         with tally.part("params"):
-            copied = self._start_copies(slabs)
+            for slab in slabs:
+                slab.is_on_host = False
+            # The masters of the others were just compared.
+            summed = [
+                slab for slab in slabs if self._wakes_alone or not slab.is_rounded or slab.rounded_sums is not None
+            ]
+            copied, found = 0, sums_of(summed)
+            with self._beside.after_current():
+                for slab, sums in found.items():
+                    slab.trust_masters_of(sums)
+                    if not slab.is_rounded or self._wakes_alone or not slab.lacks_copy(sums):
+                        copied += slab.copy_changed(sums)
+                        slab.is_on_host = True
         tally.copy("params", copied)
         if copied >= RETURNED_BYTES:  # meanwhile the driver takes back gradients, and what was cached
             with tally.part("driver"):
                 return_to_driver(self._device)
 
-    def _start_copies(self, slabs: Sequence[WeightSlab]) -> int:
-        """Start the copies of what masters do not round to and the host lacks; return the bytes."""
-        summed = []
-        for slab in slabs:
-            slab.is_on_host = False
-            was_just_compared = slab.is_rounded and slab.rounded_sums is None
-            if self._wakes_alone or not was_just_compared:
-                summed.append(slab)
-        copied, found = 0, sums_of(summed)
-        with self._beside.after_current():
-            for slab, sums in found.items():
-                slab.trust_masters_of(sums)
-                if not slab.is_rounded or self._wakes_alone or not slab.lacks_copy(sums):
-                    copied += slab.copy_changed(sums)
-                    slab.is_on_host = True
-        return copied
-
     def release(self, slabs: Sequence[WeightSlab]) -> int:
-        """Release the memory of weights after `start_offload`; return the bytes, 0 where it was released."""
+        """Release the memory of weights after `start_offload`; return the bytes, 0 if it was released."""
         here = [slab for slab in slabs if slab.is_here]
         if not here:
             return 0

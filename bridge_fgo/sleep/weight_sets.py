@@ -4,8 +4,6 @@ A rank keeps its own shard, as a sleep copies it, and persistent buffers of modu
 weights are where a sleep has them, on the host; a copy there that is current is not made again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -182,11 +180,16 @@ class WeightSets:
         def swap() -> list[WeightSlab]:
             wait_for_gpu(memory.device)  # Race: forwards on another stream may still read what is written
             memory.caches.drop({"params"}, is_mid_step=False)
-            return self._copy_own_in()
+            for slab in (own := self._were_here):
+                slab.copy_in()
+            return own
 
         def end() -> None:
             wait_for_gpu(memory.device)  # whatever stream reads next, and before memory is released
-            self._end()
+            here = self._were_here
+            self._release(self._filled)
+            for slab in here:  # until then the host has them, in case that `_give_up` is what follows
+                slab.is_on_host = False
             return_to_driver(memory.device)
 
         for slab in on_every_rank(swap):
@@ -200,7 +203,9 @@ class WeightSets:
         try:
             wait_for_a_while(lambda: (memory.wait_for_collectives(), wait_for_gpu(memory.device)))
             memory.caches.drop({"params"}, is_mid_step=False)
-            if self._release_all():
+            was_here = bool(self._were_here)
+            self._release(set(self._swapped))  # a reload restores the model's own
+            if was_here:
                 error.add_note("bridge_fgo: 'params' stay off the GPU after this error: call reload() on every rank")
         except Exception as failure:
             error.add_note(f"bridge_fgo: the parameters may have another's weights: {failure}")
@@ -236,29 +241,10 @@ class WeightSets:
                 self._filled.add(slab)
             slab.holds_another = True
             self._swapped.append(slab)
-            slab.fill(zeroed=True)  # noted before: if it fails half-way, `_release_all` releases it
+            slab.fill(zeroed=True)  # noted before: if it fails half-way, `_give_up` releases it
             if slab in kept.hosts:
                 tally.copy("params", slab.copy_in(kept.hosts[slab]))
         self._put(kept.buffers)
-
-    def _copy_own_in(self) -> list[WeightSlab]:
-        """Copy the model's own weights back where they were; return the slabs, which are then to be gathered."""
-        for slab in self._were_here:
-            slab.copy_in()
-        return self._were_here
-
-    def _end(self) -> None:
-        """Release what was away before; the others are whole."""
-        here = self._were_here
-        self._release(self._filled)
-        for slab in here:  # until then the host has them, in case that `_release_all` is what follows
-            slab.is_on_host = False
-
-    def _release_all(self) -> bool:
-        """Release all that was swapped: a reload restores the model's own. Return whether any was on the GPU before."""
-        was_here = bool(self._were_here)
-        self._release(set(self._swapped))
-        return was_here
 
     @property
     def _were_here(self) -> list[WeightSlab]:

@@ -1,7 +1,5 @@
 """The optimizers of a rank in what Megatron builds (chains, nested chains, MIMO), and the source that each is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Reads only attributes that every mcore from 0.15 on has: `optimizer` (the Adam i
 and `state`, `shard_fp32_from_float16_groups` and `buffers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -145,7 +143,7 @@ def master_state(param: torch.Tensor, rounds_to: WeightShard | None) -> State:
 
 
 def adam_states(adam: torch.optim.Optimizer, param: torch.Tensor) -> Iterator[State]:
-    """Yield what an Adam keeps of a parameter: the moments, and a master where it is FusedAdam that has it."""
+    """Yield what an Adam keeps of a parameter: the moments, and a master if it is FusedAdam that has it."""
     has_masters = getattr(adam, "master_weights", False)
 
     def state(kind: str, name: str, dtype: torch.dtype) -> State:

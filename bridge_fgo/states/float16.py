@@ -7,8 +7,6 @@ Reads only these attributes: `optimizer` (the one inside), its `param_groups` an
 `float16_groups`, and the scalars that say where its tensors are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -90,7 +88,7 @@ class Float16Source(McoreSource):
             yield State("moment", name, param, param.dtype, partial(of_inner, muon, param, name), late=True, make=make)
 
     def _init_muon(self, param: torch.Tensor) -> None:
-        """Make the states of a parameter, as mcore does of all before it loads; left to it where that may matter."""
+        """Make the states of a parameter, as mcore does of all before it loads; left to it if that may matter."""
         if not self.kept_whole_by():
             self.optimizer.optimizer._init_group({"params": [param]}, skip_non_grad_params=False)
 

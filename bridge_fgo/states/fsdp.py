@@ -9,8 +9,6 @@ Reads only these attributes: the optimizer's `optimizer` and `model_chunks`, the
 `parameter_groups`, and of each its `params`, `dtype` and `main_weight_buffer`; and `orig_param` of the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,7 +56,7 @@ class FsdpSource(McoreSource):
     @property
     @override
     def writes_back_by_part(self) -> bool:
-        """Whether the copy may be divided; not where it quantizes: that is one collective over all groups."""
+        """Whether the copy may be divided; not if it quantizes: that is one collective over all groups."""
         return not any(group.dtype == "float8" for group in parameter_groups(self.optimizer))
 
     @override
@@ -129,7 +127,7 @@ class FsdpSource(McoreSource):
             make()
             for group in adam.param_groups:
                 for param in group["params"]:
-                    # mcore's zeros, which TE's `zero_grad` keeps where the gradients are decoupled.
+                    # mcore's zeros, which TE's `zero_grad` keeps if the gradients are decoupled.
                     param.grad = None
 
         with self._inner_step.divided(of_part, owners):
@@ -138,7 +136,7 @@ class FsdpSource(McoreSource):
     def has_own(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether a state dictionary has the very states of the Adam inside, which were loaded where they are.
 
-        Loaded once more they would be the same, but where Transformer Engine scales them: those in fp16. Its `state` is
+        Loaded once more they would be the same, unless Transformer Engine scales them: those in fp16. Its `state` is
         by the names that its `param_groups` have for the parameters.
         """
         adam = self.optimizer.optimizer

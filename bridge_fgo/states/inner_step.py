@@ -1,7 +1,5 @@
 """Stepping a torch optimizer that updates every parameter for itself, for some of its parameters at a time."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,7 +42,7 @@ class KnownStep:
     def __init__(self, cls: type) -> None:
         # names of the methods that the step calls, also by way of others, and of what else has such a name
         self.methods = {"step"}
-        self.unknown = ""  # the name of the first that is not known; empty where all are
+        self.unknown = ""  # the name of the first that is not known; empty if all are
         todo = ["step"]
         while todo:
             name = todo.pop()
@@ -108,7 +106,7 @@ def name_of(function: Any) -> str:
 
 
 def _is_kinetos(hook: Callable[..., Any]) -> bool:
-    """Return whether it is the hook that torch registers itself where `KINETO_USE_DAEMON` is set: it counts steps."""
+    """Return whether it is the hook that torch registers itself if `KINETO_USE_DAEMON` is set: it counts steps."""
     return hook is getattr(torch.profiler, "_optimizer_post_hook", None)
 
 
@@ -142,7 +140,7 @@ class InnerStep:
         self._known: tuple[Any, KnownStep] | None = None
 
     def _known_step(self) -> KnownStep:
-        """Return what the step's class runs; judged anew only where its `step` is another, as that takes 0.1 ms."""
+        """Return what the step's class runs; judged anew only if its `step` is another, as that takes 0.1 ms."""
         cls = type(self._adam)
         if self._known is None or self._known[0] is not cls.step:
             self._known = cls.step, KnownStep(cls)

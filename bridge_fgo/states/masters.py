@@ -1,7 +1,5 @@
 """fp32 masters: mcore's copy of them to the model's weights, for some at a time, and making them without GPU memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -39,9 +37,9 @@ class MasterCopy:
 
     @property
     def writes_back_by_part(self) -> bool:
-        """Whether the copy may be divided: not where quantizing is one collective over all weights (FP8, FP4).
+        """Whether the copy may be divided: not if quantizing is one collective over all weights (FP8, FP4).
 
-        Nor where masters are staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts
+        Nor if masters are staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts
         need.
         """
         config, ddp = (getattr(self.optimizer, name, None) for name in ("config", "ddp_config"))
@@ -51,7 +49,7 @@ class MasterCopy:
     def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
         """Return where each fp32 master is rounded to a weight of one of the `dtypes`, by the `id` of the master.
 
-        Not for quantized weights (a class of their own), and not where the copy does not divide.
+        Not for quantized weights (a class of their own), and not if the copy does not divide.
         """
         if not self.writes_back_by_part or not hasattr(self.optimizer, self.masters[1]):
             return {}
@@ -66,7 +64,7 @@ class MasterCopy:
         return found
 
     def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
-        """Return where the master of a parameter is rounded to; None where its elements lie in another order."""
+        """Return where the master of a parameter is rounded to; None if its elements lie in another order."""
         index, _, bucket = self.optimizer.model_param_gbuf_map[model]
         place = self.optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
         of_bucket = self.optimizer.buffers[index].buckets[bucket]
@@ -144,7 +142,7 @@ _late: list[tuple[Any, torch.Tensor]] | None = None  # weight and emptied master
 def masters_made_late() -> Iterator[None]:
     """Context in which an optimizer is built, and its masters are taken in; those that are not are made at its end.
 
-    Where it ends in an error nobody gets the optimizer, and the model's parameters forget masters that have no memory.
+    If it ends in an error nobody gets the optimizer, and the model's parameters forget masters that have no memory.
     """
     global _late
     before, _late = _late, []
@@ -191,7 +189,7 @@ def build_groups(build: Callable[[list[Any]], Groups], groups: list[Any]) -> Gro
 
 
 class _Params(list[Any]):
-    """The parameters of a param group, of which each is replaced by its master, to be emptied at once."""
+    """The parameters of a param group; each is replaced by its master, to be emptied at once."""
 
     def __setitem__(self, index: Any, new: Any) -> None:
         weight = self[index]
@@ -235,12 +233,12 @@ def _empty(weight: torch.Tensor, shard: torch.Tensor, master: torch.Tensor) -> N
 
 
 def take_first(master: torch.Tensor) -> torch.Tensor | None:
-    """Return, once, the weights that a master without memory is to be made of; None where it has memory."""
+    """Return, once, the weights that a master without memory is to be made of; None if it has memory."""
     return vars(master).pop(FIRST, None)
 
 
 def make(master: torch.Tensor) -> None:
-    """Give a master memory and its first value, where it has none yet."""
+    """Give a master memory and its first value, if it has none yet."""
     if FIRST in vars(master):
         master.untyped_storage().resize_(master.nbytes)
         master.detach().copy_(vars(master).pop(FIRST))

@@ -1,8 +1,6 @@
 """Other attributes of an object for a while."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,8 +20,20 @@ def shadowed(instance: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
             put_back(instance, name, value)
 
 
+def replaced(owner: Any, name: str, ours: Any) -> Callable[[], None]:
+    """Set an attribute of an object or a class; return what undoes it, unless other code has set it once more."""
+    before = vars(owner).get(name, ABSENT)
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if vars(owner).get(name) is ours:
+            put_back(owner, name, before)
+
+    return undo
+
+
 def put_back(owner: Any, name: str, before: Any) -> None:
-    """Set an attribute as it was, or delete it where it was `ABSENT`."""
+    """Set an attribute as it was, or delete it if it was `ABSENT`."""
     if before is not ABSENT:
         setattr(owner, name, before)
     elif name in vars(owner):

@@ -1,6 +1,4 @@
-"""The protocol between an engine and whoever owns states: one source for each optimizer of a rank."""
-
-from __future__ import annotations
+"""The protocol between an engine and the owner of states: one source for each optimizer of a rank."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +36,7 @@ class Source(ABC):
     def updates_in_place(self) -> bool:
         """Whether an update of all parameters at once needs no memory beside that of their states.
 
-        Then the step of a source of which nothing is away need not be divided.
+        Then the step of a source whose states are all here need not be divided.
         """
         return False
 

@@ -1,7 +1,5 @@
 """`bridge-fgo doctor`: what is installed, what will happen with the flag on a config, and what is in the way."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -33,7 +31,7 @@ from bridge_fgo.memory.host_memory import (
 from bridge_fgo.tools.job.answers import ask_builder, kept_installation, missing_packages
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.link import probe
-from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, make_estimate, notes_on_pinned
+from bridge_fgo.tools.plan.estimate import Estimate, budget_refusals, fullest_node, make_estimate, notes_on_pinned
 from bridge_fgo.tools.plan.state import is_served_by_mcore
 from bridge_fgo.tools.settings import DoctorSettings
 from bridge_fgo.tools.show import are_not_installed, readable_bytes, tell
@@ -76,7 +74,7 @@ def driver_version() -> str | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. near_cpus: CPUs of its NUMA node that this process may use; None where the machine does not say."""
+    """A GPU. near_cpus: CPUs of its NUMA node that this process may use; None if the machine does not say."""
 
     name: str
     memory_bytes: int
@@ -160,7 +158,7 @@ class Findings:
 
 
 def run(settings: DoctorSettings) -> int:
-    """Print the findings; return 1 where this machine cannot train or not this config, 2 where it cannot be read."""
+    """Print the findings; return 1 if this machine cannot train or not this config, 2 if it cannot be read."""
     machine = look()
     answer: dict[str, Any] = {}
     if not missing_packages():
@@ -260,7 +258,7 @@ def _examine_memory(
     # This machine tells how many ranks share a node, unless it has no GPU and the job has several.
     is_known = ranks is not None or job.parallel.gpus == 1
     here = min(ranks or 1, job.parallel.gpus)
-    of_node = sum(estimate.fullest_node(here)) if is_known else None
+    of_node = sum(fullest_node(estimate.pinned, here)) if is_known else None
     config |= {
         "state_bytes": [stage.states.total for stage in estimate.stages],
         "pinned_by_rank": pinned if job.flag else 0,
@@ -275,7 +273,7 @@ def _examine_memory(
         return 0
     if machine.gpus and is_served_by_mcore(job, estimate.offload):
         # mcore's own offloader does not ask for the memory of this machine.
-        needed, free, whole = sum(estimate.fullest_node(here)), available_bytes(), total_bytes()
+        needed, free, whole = sum(fullest_node(estimate.pinned, here)), available_bytes(), total_bytes()
         if needed > free:
             findings.warnings.append(
                 f"mcore's offloader pins {pinned} bytes a rank in the first steps, about {needed} on this "
@@ -294,7 +292,7 @@ def _examine_memory(
 def _memory_refusals(job: Job, estimate: Estimate, ranks: int) -> Iterator[str]:
     """Yield what training would say of this machine as the node of `ranks` ranks that needs the most."""
     here = pools()
-    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in estimate.fullest_node(ranks)], rank=0):
+    if refusal := host_memory_refusal([Need(nbytes, here) for nbytes in fullest_node(estimate.pinned, ranks)], rank=0):
         yield refusal
     # Only the native engine saves in the background.
     copies = [of_rank.saved for of_stage in estimate.states for of_rank in of_stage]

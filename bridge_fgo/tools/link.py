@@ -6,8 +6,6 @@ Prints one JSON object, in bytes a second. Under torchrun every rank copies at t
 what the slowest got, which is what a step of all ranks gets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Nothing here imports torch or Megatron, so that `--help` answers at once: each command loads what it needs.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path
@@ -183,8 +181,8 @@ def plan(settings: PlanSettings) -> int:
 def doctor(settings: DoctorSettings) -> int:
     """Examine this machine, and what the offload will do with a config.
 
-    The first line is the verdict. Works without a GPU and without Megatron. Exit status: 0, 1 where this machine cannot
-    train or training would be refused, 2 where the config cannot be read.
+    The first line is the verdict. Works without a GPU and without Megatron. Exit status: 0, 1 if this machine cannot
+    train or training would be refused, 2 if the config cannot be read.
     """
     if settings.target not in (None, *RECIPES):  # of one that this mcore cannot build the machine is examined as well
         refuse_at_once(settings.target, settings.overrides)

@@ -1,13 +1,10 @@
-"""The options of every command line, made from the fields of `OffloadConfig`: for typer, argparse and NeMo-Run.
+"""The options of every command line, made from the fields of `OffloadConfig`: for typer and NeMo-Run.
 
-Each of the three returns what the user gave as keyword arguments of `OffloadConfig`. A setting that the user did not
+Each of the two returns what the user gave as keyword arguments of `OffloadConfig`. A setting that the user did not
 give is left out and keeps its default. `--slab-bytes`, `slab_bytes=` and `optimizer.offload.slab_bytes=` set the same
 field.
 """
 
-from __future__ import annotations
-
-import argparse
 import ast
 import functools
 import inspect
@@ -140,21 +137,6 @@ def takes_offload_options(command: Callable[..., Any]) -> Callable[..., Any]:
         )
     with_options.__signature__ = own.replace(parameters=parameters)  # pyright: ignore[reportAttributeAccessIssue]
     return with_options
-
-
-def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the options to an argparse parser."""
-    for option in OPTIONS:
-        if option.is_switch:
-            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help)
-        else:
-            read = option.read if option.words else option.kind
-            parser.add_argument(option.flag, type=read, choices=option.choices or None, help=option.help)
-
-
-def offload_config(namespace: argparse.Namespace) -> OffloadConfig:
-    """Return the settings in the namespace of a parser with `add_offload_options`."""
-    return OffloadConfig(**settings(vars(namespace)))
 
 
 def _given_type(option: Option) -> Any:

@@ -3,8 +3,6 @@
 TensorBoard and W&B show the figures of each run. This says what one run saves against another, and at what price.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import statistics
@@ -86,7 +84,7 @@ def run(settings: Settings) -> int:
     """Compare runs: GPU memory saved, step time, and whether losses and gradient norms are equal to the last bit.
 
     The first run is the one that the others are compared with. TensorBoard and W&B show the figures of each. Exit
-    status: 0, 1 where another run's losses are not bitwise equal to its, 2 where a RUN cannot be read.
+    status: 0, 1 if another run's losses are not bitwise equal to its, 2 if a RUN cannot be read.
     """
     found = [(path, load(path)) for path in settings.runs]
     found += [(path, replace(load(path), is_beside=True)) for path in settings.beside or ()]
@@ -181,7 +179,7 @@ def is_bitwise_equal(parts: list[Parity]) -> bool:
 
 
 def step_seconds(run: Run) -> float | None:
-    """Return the median seconds of the steps from the fourth on; None where they tell nothing."""
+    """Return the median seconds of the steps from the fourth on; None if they tell nothing."""
     logged = run.scalars.get(SECONDS, {})
     seconds = [value for step, value in logged.items() if step >= min(logged) + 3]
     return statistics.median(seconds) if seconds else None

@@ -3,8 +3,6 @@
 Torch and Megatron are imported by `run` only, never by importing this module.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A command's options, declared once: as the fields of the dataclass that it gets."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
@@ -17,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only."
 
 
 def option(help: str, *flags: str, **how: Any) -> Any:
-    """Return what annotates a field that is an option; `flags` only where they are not the field's name."""
+    """Return what annotates a field that is an option; `flags` only if they are not the field's name."""
     return typer.Option(*flags, help=help, **how)
 
 
@@ -25,7 +23,7 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
     """Return a typer command with an option for each field of a dataclass, which exits with what `run` returns.
 
     A mistake that `run` or the dataclass tells by a ValueError or an OSError is one line, and status 2. So is a
-    RuntimeError where a job is examined: PyTorch raises it for a GPU that cannot be used. The error's notes follow: of
+    RuntimeError if a job is examined: PyTorch raises it for a GPU that cannot be used. The error's notes follow: of
     a process that failed, lines of its log. The help is the docstring of `run`.
 
     The fields of `cls` are annotated by `option`; one of several strings is a Literal. A field `offload` gets the

@@ -1,7 +1,5 @@
 """Print figures as text, and tables, for all commands."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,7 +12,7 @@ UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 @contextlib.contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Context in which a terminal shows `text` on standard error; where that is no terminal nothing is written."""
+    """Context in which a terminal shows `text` on standard error; if that is no terminal nothing is written."""
     console = Console(stderr=True)
     with console.status(text) if console.is_terminal else contextlib.nullcontext():
         yield

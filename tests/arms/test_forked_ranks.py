@@ -1,6 +1,5 @@
 """Ranks that are forked, as the GPU lane starts them."""
 
-import os
 import subprocess
 import sys
 
@@ -41,23 +40,3 @@ def test_ranks_meet_and_all_end_as_soon_as_one_fails_or_they_are_ended(tmp_path,
     assert ranks.wait(timeout=60) == status
     if how != "hang":
         assert sorted(log.read_text().split("\n")) == ["", f"3.0 0 {how}", f"3.0 1 {how}"]
-
-
-SPAWNS = """
-import multiprocessing
-def put(queue):
-    queue.put("spawned")
-if __name__ == "__main__":
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        queue = manager.Queue()
-        context.Process(target=put, args=(queue,)).start()
-        print(queue.get())
-"""
-
-
-def test_a_module_that_is_run_in_a_forked_process_spawns_what_it_has_defined(tmp_path):
-    (tmp_path / "spawning.py").write_text(SPAWNS)
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = SERVER.run([sys.executable, "-m", "spawning"], env={**os.environ, "PYTHONPATH": paths})
-    assert (done.returncode, done.stdout) == (0, "spawned\n"), done.stderr

@@ -27,7 +27,6 @@ CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_ite
         ("--fsdp optim --no-distributed", "--fsdp"),
         ("--fp8-weights blockwise --no-distributed", "--fp8-weights"),
         ("--hybrid --offload on", "--hybrid"),
-        ("--layer-wise", "--layer-wise goes with"),
         ("--layer-wise --offload on", "--layer-wise goes with"),
         ("--layer-wise --optimizer dist_muon", "--layer-wise goes with"),
     ],
@@ -70,7 +69,6 @@ def recorder(tmp_path, monkeypatch, stream):
 
     monkeypatch.setattr(gpu_recorder, "final_state", lambda *args: {"masters": {}, "moments": {}})
     monkeypatch.setattr(gpu_recorder, "joined_digests", lambda state: {})
-    monkeypatch.setattr(gpu_recorder, "gather", lambda mine: [mine])
     monkeypatch.setattr(bridge_fgo, "stats", lambda: None)
     options = ["--steps", "5", "--extra-steps", "2", "--trace", str(tmp_path / "trace.gz")]
     options = gpu.parse([*options, "--events", str(tmp_path / "events")])
@@ -110,24 +108,26 @@ def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what
         assert (recorder._options.steps, train.train_iters) == (measured, trained)
 
 
-def test_what_comes_after_the_measured_steps_is_in_no_figure_and_the_last_are_profiled(
+def test_what_comes_before_and_after_the_measured_steps_is_in_no_figure_and_the_last_are_profiled(
     recorder, written, stream, monkeypatch
 ):
-    profiled = []
+    profiled, peak = [], {"now": 7}
 
     class Trace:
         def begin_step(self):
             profiled.append(recorder.step)
 
-        def end_step(self):
-            pass
-
-        def end(self, path):
-            pass
+        end_step = end = lambda *_: None
 
     monkeypatch.setattr("harness.arms.gpu_recorder.StepTrace", Trace)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 4)
+    model = [object()]
+    assert recorder.model_is_built(model) is model
 
     def in_step(step):
+        peak["now"] = 9
         stats = SimpleNamespace(
             enqueue_seconds=step / 100, peak_forward_backward_bytes=1, peak_step_bytes=step,
             peak_reserved_bytes=1, engine="native", released_bytes=0, bytes_offloaded=0, pinned_bytes=0, pin_seconds=0,
@@ -142,17 +142,6 @@ def test_what_comes_after_the_measured_steps_is_in_no_figure_and_the_last_are_pr
     assert result["enqueue_seconds"] == [0.04, 0.05]
     assert len(result["step_seconds"]) == 5
     assert (result["first_step_peak_bytes"], result["peak_step_bytes"]) == (1, 5)
-
-
-def test_the_peak_of_setup_is_counted_anew_once_the_model_is_built(recorder, written, stream, monkeypatch):
-    peak = {"now": 7}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["now"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(now=5))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 4)
-    model = [object()]
-    assert recorder.model_is_built(model) is model
-    train(recorder, stream, in_step=lambda step: peak.update(now=9))
-    _, result = written()
     assert [result[name] for name in ("peak_model_bytes", "model_bytes", "peak_setup_bytes")] == [7, 4, 5]
 
 
@@ -168,24 +157,6 @@ def test_no_collection_of_a_step_that_counts_looks_through_what_lived_before_it(
     train(recorder, stream, FIRST_COUNTED_STEP, in_step)
     assert looked_through == [True] * (FIRST_COUNTED_STEP - 1) + [False]
     assert gc.get_freeze_count() == 0
-
-
-def test_the_loop_of_each_rank_is_timed_once_a_step_and_is_in_no_steps_seconds(recorder, written, stream, monkeypatch):
-    timed = []
-
-    def loop():
-        stream.now += 0.125
-        timed.append(recorder.step / 8)
-        return timed[-1]
-
-    monkeypatch.setattr("harness.arms.gpu_recorder.host_loop_seconds", loop)
-    other = [7.0] * 5
-    monkeypatch.setattr("harness.arms.gpu_recorder.gather", lambda mine: [mine, other])
-    train(recorder, stream)
-    _, result = written()
-    assert result["host_loop_seconds_of_ranks"] == [[0.125, 0.25, 0.375, 0.5, 0.625], other]
-    assert len(timed) == 5, "not in steps that are not measured"
-    assert result["step_seconds"] == [1.25] * 5
 
 
 def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_none(
@@ -216,20 +187,6 @@ def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_no
     assert result["save_steps"] == [2, 4]
     assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
     assert result["between_seconds"] == [1, 4, 1, 4, 1]
-
-
-def test_the_loop_takes_the_time_that_the_clock_shows(stream, monkeypatch):
-    class Additions:
-        """A number of additions for which time passes when it is asked for."""
-
-        def __index__(self):
-            stream.now += 0.25
-            return 3
-
-    from harness.arms import gpu_recorder
-
-    monkeypatch.setattr(gpu_recorder, "ADDITIONS", Additions())
-    assert gpu_recorder.host_loop_seconds() == 0.25
 
 
 def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, written, stream, monkeypatch):

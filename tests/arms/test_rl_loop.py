@@ -75,16 +75,7 @@ def test_each_phase_holds_what_it_is_for(sleeping: Any) -> None:
         assert both["reference"] == pytest.approx(awake["params"], rel=PADDING) and both["grads"] == 0
         after = phase(iteration, "awake")["memory"]
         assert (after["grads"], after["reference"]) == (awake["grads"], 0) and after["grads"] == 2 * after["params"]
-
-
-def test_weights_alone_cross_by_their_16_bits_and_gradients_and_what_is_unchanged_not_at_all(sleeping: Any) -> None:
-    last = sleeping[0][-1]
-    params = phase(last, "trained")["memory"]["params"]
-    assert phase(last, "params wake")["copied"] == params
-    assert phase(last, "reference wakes")["copied"] == pytest.approx(params, rel=PADDING)
-    assert phase(last, "reference sleeps")["copied"] == 0
-    assert phase(last, "asleep")["copied"] == pytest.approx(7 * params, rel=PADDING)  # 12 + 2 bytes a parameter
-    assert phase(last, "awake")["copied"] == pytest.approx(6 * params, rel=PADDING)
+    assert phase(iterations[-1], "reference sleeps")["copied"] == 0, "it is unchanged"
 
 
 @pytest.fixture

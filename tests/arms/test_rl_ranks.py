@@ -52,12 +52,10 @@ def test_two_ranks_that_sleep_are_bitwise_two_that_do_not(parallel: dict[str, in
         assert mine["copied"] == pytest.approx(7 * mine["weights"] / (1 if parallel else 2), rel=0.05)
 
 
-def first_norm(rank: int, job: Ranks, forgets: bool) -> float:
+def first_norm(rank: int, job: Ranks) -> float:
     """Run one update as a rank by its share of one batch; return the gradient's norm."""
     loop = loop_of_rank(rank, job, prompts=8 // job.ranks, sleep=False)
     trainer, sequences = loop.trainer, loop.options.sequences
-    if forgets:
-        trainer.model[0].config.finalize_model_grads_func = None
     generator = torch.Generator().manual_seed(1)
     whole = (8 * loop.options.group, loop.options.sequence + 1)
     mine = slice(rank * sequences, (rank + 1) * sequences)
@@ -71,11 +69,6 @@ def first_norm(rank: int, job: Ranks, forgets: bool) -> float:
     return norm
 
 
-def test_a_loop_that_forgets_to_finalize_gradients_trains_each_shard_by_one_ranks_data(tmp_path: Path) -> None:
-    """The norm of gradients that differ between ranks falls in their mean; not where each shard has its rank's own."""
-    (alone,), right, wrong = (
-        run_ranks(partial(first_norm, forgets=forgets), Ranks(tmp_path / name, ranks))
-        for name, ranks, forgets in (("alone", 1, False), ("right", 2, False), ("wrong", 2, True))
-    )
-    assert right == pytest.approx([alone] * 2, rel=0.01)
-    assert min(wrong) > 1.2 * alone
+def test_an_update_of_two_ranks_has_the_gradients_of_one_that_has_all_data(tmp_path: Path) -> None:
+    (alone,), both = (run_ranks(first_norm, Ranks(tmp_path / str(ranks), ranks)) for ranks in (1, 2))
+    assert both == pytest.approx([alone] * 2, rel=0.01)

@@ -95,9 +95,8 @@ def fused_adam(params, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, use
 def check_arm(name: str, module: str, options: list[str], folder: Path, **how: Any) -> runner.ArmRun:
     """Stands in for ``runner.run_arm``."""
     from bridge_fgo.bridge.refusals import refuse_config
-    from bridge_fgo.tools.options import offload_config
     from harness.arms import gpu
-    from harness.arms.gpu import build_config
+    from harness.arms.gpu import build_config, offload_config
 
     own = options[1:] if module == "debug_transfers" else options  # which is told what to run first
     arm = gpu.parse([*own, "--events", str(folder / name)])

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from debug_transfers import delay
 from fake_optimizer import make_distributed_optimizer, step, with_model
 
 from bridge_fgo.config import OffloadConfig
@@ -299,7 +300,7 @@ def test_what_delays_a_copy_delays_it_also_on_the_other_stream(mocked, monkeypat
     lane = Lane(CPU, 100, mock.Mock())
     lane._handles = ("a", "b")
     lane.copy(0, 0, 100, Event())
-    lane.delay(1000)
+    delay(lane, 1000)
     lane.copy(0, 0, 100, Event())
     assert lane._ends[0].waiting == ["b"]
 

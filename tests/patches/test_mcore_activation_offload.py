@@ -119,14 +119,13 @@ def test_the_script_races_on_the_installed_module_and_finds_equal_bits_with_the_
     assert capsys.readouterr().out.endswith("with it, run 1: equal\nequal\n")
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "needed"), [(False, "a GPU: torch.cuda.is_available"), (True, "Transformer Engine: ")]
-)
-def test_the_script_names_what_it_needs_and_has_not(has_gpu, needed, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+@pytest.mark.parametrize("name", ["activation_offload.py", "precision_aware_offload.py"])
+def test_a_script_names_what_it_needs_and_has_not(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name])
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")  # which the script sets otherwise
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert capsys.readouterr().err.startswith(f"activation_offload.py needs {needed}")
+    for has_gpu, needed in ((False, "a GPU: torch.cuda.is_available"), (True, "Transformer Engine")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        with pytest.raises(SystemExit, match="2"):
+            runpy.run_path(str(PATCHES / name), run_name="__main__")
+        assert capsys.readouterr().err.startswith(f"{name} needs {needed}")

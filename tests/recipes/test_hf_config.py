@@ -26,53 +26,42 @@ ABOUT = {"moonshotai/Kimi-K2-Instruct": 1000, "openai/gpt-oss-120b": 117, "zai-o
 """The same as the cards round it, of those whose numbers are kept for plan alone."""
 
 
-def test_recipes_build_without_network(no_network):
-    for name in (name for name in UPSTREAMS if catalog.find(name).hf_model in PUBLISHED_PARAMETERS):
-        notes = config.build(catalog.find(name), offload=True).notes
-        assert any("as kept in this project (" in note and "https://huggingface.co/" in note for note in notes)
-
-
-def test_auto_prefers_the_hugging_face_cache_and_says_so(monkeypatch):
-    recipe = catalog.find("llama3_70b_64gpu")
-    numbers = hf_config.kept_configs()[recipe.hf_model]["config"]
-    from megatron.bridge.models.conversion import auto_bridge
-    from transformers import LlamaConfig
-
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: f"/cache/{model}/{file}")
-    cached = LlamaConfig.from_dict(numbers | {"num_hidden_layers": 40})
-    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", lambda *args, **kwargs: cached)
-    built = config.build(recipe, offload=False)
-    assert built.config.model.num_layers == 40
-    assert f"model: config.json of {recipe.hf_model} from Hugging Face" in built.notes
-
-
-def test_hub_asks_hugging_face_also_for_what_is_kept(no_network, monkeypatch):
-    recipe, asked = catalog.find("qwen3_30b_a3b_8gpu"), []
+@pytest.fixture
+def hub(monkeypatch):
+    """Hugging Face has each kept model with 40 layers; returns what it is asked for."""
     from megatron.bridge.models.conversion import auto_bridge
     from transformers import CONFIG_MAPPING
 
-    def load(path, trust_remote_code=False, **kwargs):
-        asked.append((path, trust_remote_code))
-        numbers = hf_config.kept_configs()[recipe.hf_model]["config"] | {"num_hidden_layers": 40}
+    def load(path, **given):
+        asked.append((path, given))
+        numbers = hf_config.kept_configs()[path]["config"] | {"num_hidden_layers": 40}
         return CONFIG_MAPPING[numbers["model_type"]].from_dict(numbers)
 
-    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", load)
-    built = config.build(recipe, offload=False, hf="hub")
-    assert built.config.model.num_layers == 40 and {path for path, _ in asked} == {recipe.hf_model}
-    # Nothing about the tokenizer: who says hub has the network for it.
-    builder = "megatron.bridge." + recipe.builder.replace(":", ".")
-    assert built.notes == [f"config: {builder}", f"model: config.json of {recipe.hf_model} from Hugging Face"]
+    asked = []
+    monkeypatch.setattr(auto_bridge, hf_config.LOADER, load)
+    return asked
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_what_bridge_asks_of_hugging_face_is_passed_on(trust, monkeypatch):
+def test_auto_prefers_the_hugging_face_cache_and_says_so(hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: f"/cache/{model}/{file}")
+    built = config.build(catalog.find("llama3_70b_64gpu"), offload=False)
+    assert built.config.model.num_layers == 40
+    assert "model: config.json of meta-llama/Meta-Llama-3-70B from Hugging Face" in built.notes
+
+
+def test_hub_asks_hugging_face_for_what_bridge_asks_it_also_if_it_is_kept(no_network, hub):
     from megatron.bridge.models.conversion import auto_bridge
 
-    asked = []
-    monkeypatch.setattr(auto_bridge, "safe_load_config_with_retry", lambda path, **given: asked.append((path, given)))
-    with hf_config.served("hub"):
-        auto_bridge.safe_load_config_with_retry("some/model", trust_remote_code=trust, revision="main")
-    assert asked == [("some/model", {"trust_remote_code": trust, "revision": "main"})]
+    recipe = catalog.find("qwen3_30b_a3b_8gpu")
+    built = config.build(recipe, offload=False, hf="hub")
+    assert built.config.model.num_layers == 40 and {path for path, _ in hub} == {recipe.hf_model}
+    # Nothing about the tokenizer: a user who says hub has the network for it.
+    builder = "megatron.bridge." + recipe.builder.replace(":", ".")
+    assert built.notes == [f"config: {builder}", f"model: config.json of {recipe.hf_model} from Hugging Face"]
+    for trust in (False, True):
+        with hf_config.served("hub"):
+            auto_bridge.safe_load_config_with_retry(recipe.hf_model, trust_remote_code=trust, revision="main")
+        assert hub[-1] == (recipe.hf_model, {"trust_remote_code": trust, "revision": "main"})
 
 
 def test_a_model_that_is_not_kept_comes_from_hugging_face_or_is_an_error(no_network, monkeypatch):
@@ -104,33 +93,20 @@ def test_what_is_kept_is_of_recipes_and_some_of_it_for_plan_alone():
     assert {catalog.find(name).hf_model for name in UPSTREAMS} == set(PUBLISHED_PARAMETERS | ABOUT)
 
 
-@pytest.mark.parametrize(("hf", "why"), [("kept", "for training, but for plan alone"), ("auto", "give hf_config=DIR")])
-def test_training_asks_for_the_releases_config_where_the_kept_one_was_put_together(hf, why, monkeypatch, no_network):
+def test_training_asks_for_the_releases_config_if_the_kept_one_was_put_together(monkeypatch, no_network, tmp_path):
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=OSError("offline")))
     recipe = catalog.find("gpt_oss_120b_64gpu")
-    with pytest.raises(ValueError, match=why):
-        config.build(recipe, offload=True, hf=hf)
-
-
-def test_training_reads_the_config_of_a_folder(tmp_path):
-    recipe = catalog.find("gpt_oss_120b_64gpu")
+    for hf, why in (("kept", "for training, but for plan alone"), ("auto", "give hf_config=DIR")):
+        with pytest.raises(ValueError, match=why):
+            config.build(recipe, offload=True, hf=hf)
     numbers = hf_config.kept_configs(planning=True)[recipe.hf_model]["config"] | {"num_hidden_layers": 12}
     (tmp_path / "config.json").write_text(json.dumps(numbers))
     built = config.build(recipe, offload=True, hf=tmp_path)
     assert built.config.model.num_layers == 12 and f"model: {tmp_path / 'config.json'}" in built.notes
 
 
-@pytest.mark.parametrize(("given", "size"), [(None, 151936), (200_000, 200_000)])
-def test_the_vocabulary_to_train_with_is_the_users_before_the_kept_models(given, size):
+def test_the_vocabulary_to_train_with_is_the_users_before_the_kept_models():
     theirs = upstream("qwen3_30b_a3b_8gpu")
-    theirs.model.vocab_size = given
+    theirs.model.vocab_size = 200_000
     overrides = hf_config.without_tokenizer(theirs, "Qwen/Qwen3-30B-A3B")
-    assert overrides == f"tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size={size}"
-
-
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_one_file_of_a_tokenizer_in_the_cache_is_enough(monkeypatch, file):
-    """Which there is depends on the kind of the tokenizer."""
-    theirs = upstream("qwen3_30b_a3b_8gpu")
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda m, name: name if name == file else None)
-    assert hf_config.tokenizer_to_fetch(theirs) is None
+    assert overrides == "tokenizer.tokenizer_type=NullTokenizer tokenizer.vocab_size=200000"

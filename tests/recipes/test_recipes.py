@@ -71,7 +71,7 @@ MXFP8 = {"dsv4_flash_64gpu", "dsv4_flash_128gpu", "deepseek_v3_256gpu_mxfp8", "q
 
 
 @pytest.mark.parametrize("name", WITH_VARIANTS)
-def test_a_recipe_has_the_gpus_the_precision_and_the_environment_that_it_stands_for_and_saves_as_is_said(name):
+def test_a_recipe_has_the_gpus_precision_and_environment_that_it_stands_for_and_saves_as_said(name):
     """The other tests compare with the builder that the catalog names: a wrong one there would be equal to itself."""
     recipe, theirs = catalog.find(name), upstream(name)
     gpus = int(re.search(r"_(\d+)gpu", name)[1])
@@ -94,7 +94,10 @@ def test_a_recipe_is_upstreams_config_and_with_offload_the_flag_and_nothing_else
     refuse_config(ours, OffloadConfig())
 
 
-def test_an_override_comes_last_and_is_refused_where_it_conflicts():
+def test_an_override_comes_last_and_is_refused_if_it_conflicts():
+    tiny = config.build(catalog.find("tiny"), offload=True)
+    assert tiny.config.train.train_iters == 10
+    refuse_config(tiny.config)
     overrides = ["train.train_iters=7", "optimizer.optimizer_cuda_graph=true"]
     ours = config.build(catalog.find("llama3_70b_64gpu"), offload=True, hf="kept", overrides=overrides)
     assert ours.config.train.train_iters == 7
@@ -133,9 +136,3 @@ def test_without_bridge_the_error_of_a_recipe_says_what_to_install(missing, monk
     monkeypatch.setattr(config.importlib.util, "find_spec", find_spec)
     with pytest.raises(ValueError, match="needs megatron-bridge: pip install 'megatron-bridge"):
         config.build(catalog.find("tiny"), offload=True)
-
-
-def test_tiny_for_a_gpu_is_a_config_of_ten_steps_that_the_package_accepts():
-    ours = config.build(catalog.find("tiny"), offload=True)
-    assert ours.config.train.train_iters == 10
-    refuse_config(ours.config)

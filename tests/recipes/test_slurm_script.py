@@ -50,9 +50,8 @@ def test_dry_run_prints_what_bash_would_run(tmp_path):
     """The printed lines, run by bash with an srun that prints its arguments, give the arguments unchanged."""
     write_command(tmp_path / "srun", 'printf "%s\\n" "$@"\n')
     text = dry_run("x='a b'", "y=$HOME", PREFLIGHT="", NUMA="0")
-    done = subprocess.run(
-        ["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True
-    )
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
     assert done.stdout.splitlines()[-2:] == ["x='a b'", "y=$HOME"]
 
 
@@ -162,26 +161,24 @@ def test_a_job_that_failed_is_queued_again_up_to_max_restarts_with_its_status(tm
     assert ("scontrol requeue 7" in calls) == again
 
 
-def test_a_preflight_that_refuses_is_status_1_and_the_job_is_not_queued_again(tmp_path):
-    ended, calls = job(tmp_path, "exit 5", PREFLIGHT="check")
-    assert ended == 1 and len(calls) == 1
+@pytest.mark.parametrize(("checkpoints", "again"), [("/ck", True), ("", False)])
+def test_a_job_whose_time_is_up_lets_training_end_and_is_queued_again_if_it_has_checkpoints(
+    tmp_path, checkpoints, again
+):
+    _, calls = job(tmp_path, 'kill -USR1 "$PPID"; sleep 0.5; exit 1', CHECKPOINTS=checkpoints)
+    assert calls[1:] == ["scancel --signal=URG 7", *["scontrol requeue 7"] * again]
 
 
-@pytest.mark.parametrize(("node", "training"), [("0", True), ("1", False)])
-def test_a_job_that_numactl_cannot_bind_is_refused_by_the_preflight(tmp_path, node, training):
-    write_command(tmp_path / "numactl", f"[[ $1 == --cpunodebind={node} ]]\n")
+@pytest.mark.parametrize(("node", "check", "calls"), [("0", "true", 2), ("1", "true", 1), ("0", "false", 1)])
+def test_a_job_that_the_preflight_refuses_or_numactl_cannot_bind_is_not_trained(tmp_path, node, check, calls):
+    write_command(tmp_path / "numactl", f"[[ $1 == --cpunodebind={node} ]] && {check}\n")
     runs = 'while [[ $1 == --* ]]; do shift; done\n[[ $* == *"recipes.train"* ]] || "$@"'
-    ended, calls = job(tmp_path, runs, NUMA="1", PREFLIGHT="true", SLURM_NTASKS_PER_NODE="2")
-    assert (ended, len(calls)) == ((0, 2) if training else (1, 1))
+    ended, called = job(tmp_path, runs, NUMA="1", PREFLIGHT="true", SLURM_NTASKS_PER_NODE="2")
+    assert (ended, len(called)) == (calls == 1, calls), "and not queued again"
 
 
-def test_a_job_runs_what_the_dry_run_prints_and_slurm_is_asked_for_time_to_save_and_to_queue_it_again(tmp_path):
-    given = {
-        "CONTAINER_IMAGE": "/i.sqsh",
-        "ENV_NAMES": "HF_TOKEN",
-        "CONTAINER_MOUNTS": "/a:/b,/:/",
-        "PREFLIGHT": "check",
-    }
+def test_a_job_runs_what_the_dry_run_prints_and_slurm_is_asked_for_time_to_save(tmp_path):
+    given = {"CONTAINER_IMAGE": "/i.sqsh", "ENV_NAMES": "HF_TOKEN", "CONTAINER_MOUNTS": "/a:/b", "PREFLIGHT": "check"}
     _, calls = job(tmp_path, **given)
     lines = dry_run(**SETTINGS | given).splitlines()
     printed = [" ".join(shlex.split(line)) for line in lines if line.startswith("srun ")]
@@ -319,9 +316,8 @@ def test_tiny_trains_by_sbatch(submit, slurm):
     job, printed = submit("train.train_iters=3", "train.global_batch_size=2", CHECKPOINTS="", PREFLIGHT=None)
     wait_for_job(job, slurm)
     text = printed.read_text()
-    assert (
-        "Nothing is refused by the offload." in text.split("iteration        1/       3")[0]
-    )  # the preflight, before training
+    before, trained, _ = text.partition("iteration        1/       3")
+    assert trained and "Nothing is refused by the offload." in before, "by the preflight"
     assert "iteration        3/       3 |" in text
     assert re.search(r"optimizer-state offload on, engine native.*: (\S+ MiB) of \1 a rank offloaded", text)
 
@@ -402,14 +398,3 @@ def test_a_job_saves_as_its_time_ends_and_is_queued_again_also_after_a_failure(s
     assert [line for line in lines if line.startswith("restart ")] == expected
     assert "saved" in lines
     assert any("status 3, time is up: 0, queued again: 1" in line for line in lines)
-
-
-@needs_slurm
-def test_without_checkpoints_a_job_whose_time_is_up_is_not_queued_again(submit, slurm, tmp_path):
-    trainer, started = tmp_path / "trainer", tmp_path / "started"
-    write_command(trainer, "trap 'exit 1' URG\ntouch \"$STARTED\"\nfor i in {1..600}; do sleep 0.1; done\n")
-    job, printed = submit(PYTHON=str(trainer), CHECKPOINTS="", STARTED=str(started))
-    wait_until(started.exists)
-    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=slurm, check=True)
-    wait_for_job(job, slurm)
-    assert "time is up: 1, queued again: 0" in printed.read_text()

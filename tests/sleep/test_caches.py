@@ -97,4 +97,10 @@ def test_rotary_embeddings_go_and_are_made_again_and_a_model_that_slept_and_was_
 def test_memory_in_a_pool_of_its_own_is_taken_for_a_graphs(monkeypatch, pool, found):
     segments = [{"device": 1, "segment_pool_id": (0, 7)}, {"device": 0, "segment_pool_id": pool}]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert caches.has_graph_memory(torch.device("cuda", 0)) == found
+
+
+def test_an_allocator_that_tells_of_no_graphs_may_have_some(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert caches.has_graph_memory(torch.device("cuda", 0))

@@ -1,11 +1,10 @@
 """What this package says of every config that the installed Megatron-Bridge ships, on a machine without a GPU.
 
-    python tests/tools/reach.py [--verbose]
+    python tests/tools/reach.py
 
 Takes less than a minute, most of it to import Bridge. `reach.md` has the table, and what stands in.
 """
 
-import argparse
 import contextlib
 import importlib
 import inspect
@@ -13,7 +12,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -55,19 +54,6 @@ def config_functions() -> dict[str, Callable[..., Any]]:
             returned = getattr(signature.return_annotation, "__name__", str(signature.return_annotation))
             if returned.strip("'") == "ConfigContainer" and all(one.kind in ANY_NUMBER for one in needed):
                 found[f"{module}.{name}"] = value
-    return found
-
-
-def names_of(functions: Collection[Callable[..., Any]]) -> dict[Callable[..., Any], set[str]]:
-    """Return the public names that the modules of Bridge's recipes give each function.
-
-    By its GPUs and precision where it is defined, and by a short alias.
-    """
-    found: dict[Callable[..., Any], set[str]] = {function: set() for function in functions}
-    for module in target._bound():
-        for name, value in vars(sys.modules[module]).items():
-            if inspect.isfunction(value) and value in found and not name.startswith("_"):
-                found[value].add(name)
     return found
 
 
@@ -163,42 +149,35 @@ def without_hugging_face() -> Iterator[None]:
         yield
 
 
-def table(verdicts: Mapping[str, tuple[str, str, str]], names: int, *, verbose: bool) -> str:
+def table(verdicts: Mapping[str, tuple[str, str, str]]) -> str:
     """Return the table as text: a row for each outcome and reason, in the order of `ORDER` and the most first.
 
     Args:
-        verdicts: of each config function, by module and name.
-        names: how many names Bridge gives these functions.
-        verbose: whether the functions follow each row. What did not get as far as this package is named always.
+        verdicts: of each config function, by module and name. Those that did not get as far as this package are named.
     """
     classes: dict[tuple[str, str], list[str]] = {}
     for name, (outcome, reason, why) in sorted(verdicts.items()):
         classes.setdefault((outcome, reason), []).append(f"{'':23}{name}  {why}".rstrip())
     built = sum(outcome != "not built" for outcome, *_ in verdicts.values())
-    lines = [f"{len(verdicts)} config functions under {names} names; {built} build", ""]
+    lines = [f"{len(verdicts)} config functions; {built} build", ""]
     for (outcome, reason), of in sorted(classes.items(), key=lambda row: (ORDER.index(row[0][0]), -len(row[1]))):
         lines.append(f"{len(of):5}  {outcome:14}  {reason}".rstrip())
-        lines += of if verbose or outcome in ("Bridge refuses", "not built") else []
+        lines += of if outcome in ("Bridge refuses", "not built") else []
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="just reach")
-    parser.add_argument("--verbose", action="store_true", help="print all functions")
-    verbose = parser.parse_args().verbose
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):  # Bridge prints what it turns on
         import_bridge()
         functions = config_functions()
-        modules, names = target.config_functions(), names_of(functions.values())
-        for function in functions.values():  # `plan` finds the same functions without an import
-            named = [name for name in names[function] if modules.get(name) == function.__module__]
-            assert named or function.__module__ != modules.get(function.__name__)
+        # `plan` finds the same functions without an import.
+        assert {name.rpartition(".")[2] for name in functions} <= target.config_functions().keys()
         with without_gpu(), without_hugging_face():
             verdicts = {name: verdict_of(function) for name, function in functions.items()}
-    sys.stdout.write(table(verdicts, sum(map(len, names.values())), verbose=verbose))
+    sys.stdout.write(table(verdicts))
 
 
 if __name__ == "__main__":

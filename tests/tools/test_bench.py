@@ -8,9 +8,8 @@ from typing import get_args
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from cli import cells, invoke
 
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan.systems import floor_seconds
 from harness.arms.runner import ArmFailed, ArmRun
 from harness.bench import command, figures, plots, presets
@@ -24,7 +23,6 @@ OFFLOADED = [1.5, 0.9, *[0.8] * 4, 0.7, 0.7, 0.6]
 
 def arm(name, seconds, peak, released=0, digest="a"):
     """Return an arm that has ended, with these seconds of its steps; what it offloads it copies in 10 GB."""
-    phases = {"forward": 0.05, "first_forward": 0.05, "backward": 0.1}
     run = ArmRun(name)
     run.start = {"event": "start", "device": "GPU", "bridge": "0.6.2", "mcore": "0.19.2", "torch": "2"}
     run.steps = [
@@ -40,8 +38,7 @@ def arm(name, seconds, peak, released=0, digest="a"):
         "base_bytes": 20 * GB,
         "peak_allocated_bytes": peak,
         "peak_reserved_bytes": peak + GB,
-        "phase_seconds": {**phases, "rest": 0.12},
-        "phase_seconds_of_ranks": [{**phases, "rest": 0.12}, {**phases, "forward": 0.04, "rest": 0.18}],
+        "phase_seconds": {"forward": 0.05, "first_forward": 0.05, "backward": 0.1, "rest": 0.12},
     }
     return run
 
@@ -88,20 +85,7 @@ def test_the_row_of_an_arm_counts_from_the_seventh_step_on():
     assert row.bitwise_equal is True
 
 
-def test_e_of_copies_leaves_out_how_fast_the_host_launched_the_other_forwards():
-    resident, mine = resident_arm(), native_arm()
-    # The first rank waits for the other, whose host launches slowly.
-    waiting = {"forward": 0.05, "first_forward": 0.06, "backward": 0.1, "rest": 0.4}
-    slow = {"forward": 0.09, "first_forward": 0.11, "backward": 0.1, "rest": 0.2}
-    mine.result["phase_seconds_of_ranks"] = [waiting, slow]
-    row = figures.make_row(resident, mine, LINK, True)
-    assert row.e_of_copies == pytest.approx((0.02 + 0.2 - 0.12) * 50 / 10)
-    assert figures.make_row(resident, resident, LINK, True).e_of_copies is None
-    slow["rest"] = None  # of a pipeline
-    assert figures.make_row(resident, mine, LINK, True).e_of_copies is None
-
-
-def test_the_floor_is_of_what_is_copied_into_the_room_of_activations_and_what_two_directions_leave_over(monkeypatch):
+def test_the_floor_is_of_what_is_copied_into_activations_room_and_of_both_directions(monkeypatch):
     asked, mine = {}, native_arm()
     monkeypatch.setattr(figures, "floor_seconds", lambda **given: asked.update(given) or 0.0)
     mine.result["copied_bytes"] = 7 * GB
@@ -123,14 +107,6 @@ def test_the_floor_is_of_what_is_copied_into_the_room_of_activations_and_what_tw
         assert floor_seconds(10 * GB, *(GB * rate for rate in rates), *passes, GB * room) == pytest.approx(added)
 
 
-def test_the_table_has_the_range_of_steps_and_a_dash_for_what_is_not_asked():
-    row = figures.make_row(resident_arm(), native_arm(digest="b"), LINK, True)
-    for stall, told in ((None, "-"), (0.25, "0.25")):
-        shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=stall)]), strict=True))
-        found = [shown[name] for name in ("step, s", "E", "bitwise equal", "save stall, s")]
-        assert found == ["0.700 (0.600-0.700)", "1.00", "NO", told]
-
-
 def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(tmp_path):
     write_trace(tmp_path / "t.gz", [(0.35, 0.2), (0.0, 0.2), (0.1, 0.2)])
     read = plots.read_trace(tmp_path / "t.gz")
@@ -138,7 +114,7 @@ def test_a_trace_has_the_copies_of_the_offload_and_intervals_that_touch_are_one(
     assert plots.merge([(3, 4), (0, 1), (0.5, 2), (2.1, 2.2)], gap=0.2) == [(0, 2.2), (3, 4)]
 
 
-def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_command_is_there():
+def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_command_exists():
     assert command.budget_gib(resident_arm()) == 35 * GB / 2**30
     assert list(get_args(command.Preset)) == list(presets.PRESETS)
     assert presets.MICROBATCHES.keys() <= presets.PRESETS.keys()
@@ -148,36 +124,34 @@ def test_the_half_arm_asks_for_half_of_the_saving_and_every_choice_of_the_comman
 # --- which steps count ---
 
 COLD = [1.0] * 6
-QUIET, BUSY = 0.5e-3, 1e-3
 
 
-def run(name, seconds, *loops_of_ranks, released=0):
-    """An arm with these seconds from the seventh step on, and these loop times on each rank."""
+def run(name, seconds, released=0):
+    """An arm with these seconds from the seventh step on."""
     made_up = arm(name, [*COLD, *seconds], 40 * GB, released)
-    if loops_of_ranks:
-        # Steps before the seventh do not count.
-        made_up.result["host_loop_seconds_of_ranks"] = [[1e-9] * len(COLD) + list(loops) for loops in loops_of_ranks]
     made_up.result["step_seconds"] = [*COLD, *seconds]
     return made_up
 
 
-def test_the_table_shows_the_loop_and_the_json_keeps_what_was_measured():
-    mine = run("native", [0.5, 0.6, 0.7, 0.8], [QUIET, BUSY, BUSY, BUSY])
-    row = figures.make_row(mine, mine, LINK, True)
-    shown = dict(zip(*figures.table_of([row]), strict=True))
-    assert shown["host loop, ms"] == "1.00 (0.50-1.00)"
-    other = figures.make_row(run("mcore", [0.7, 1.1]), mine, LINK, True)
-    assert other.added_seconds == pytest.approx(0.65 - 0.9), "the medians of the steps from the seventh on"
+def test_the_table_has_ranges_and_dashes_and_the_json_has_what_was_measured():
+    mine = run("native", [0.5, 0.6, 0.7, 0.8])
+    other = run("resident", [0.7, 1.1])
+    other.result["digests"] = mine.result["digests"] | {"params": "b"}
+    row = figures.make_row(other, mine, LINK, True)
+    assert row.added_seconds == pytest.approx(0.65 - 0.9), "the medians of the steps from the seventh on"
+    for stall, told in ((None, "-"), (0.25, "0.25")):
+        shown = dict(zip(*figures.table_of([replace(row, save_stall_seconds=stall)]), strict=True))
+        found = [shown[name] for name in ("step, s", "bitwise equal", "save stall, s")]
+        assert found == ["0.650 (0.500-0.800)", "NO", told]
     (kept,) = json.loads(json.dumps(asdict(row)))["rounds"]
     assert kept["step_seconds"] == [*COLD, 0.5, 0.6, 0.7, 0.8]
-    assert kept["host_loop_seconds_of_ranks"] == mine.result["host_loop_seconds_of_ranks"]
 
 
 SAVING = [0.5, 2.5, 0.1, 0.6, 0.6, 0.6, 1.5, 0.1]
 """Steps 7 to 14: 8 and 13 with a save, and each followed by a step into which no copies ran on."""
 
 
-def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the_median_over_saves_but_the_first():
+def test_the_stall_of_a_save_is_what_its_step_takes_beyond_others_the_median_but_for_the_first_save():
     one = run("native", SAVING, released=10 * GB)
     one.result.update(save_steps=[8, 13], between_seconds=[0.1] * 14)
     row = figures.make_row(one, one, LINK, True)
@@ -188,14 +162,10 @@ def test_the_stall_of_a_save_is_what_its_step_takes_beyond_those_without_and_the
     one = run("native", [0.9, 3.5, 1.0])
     one.result["save_steps"] = [4, 7, 8, 9]
     assert figures.save_stall_seconds(one, 0.5) == 0.5
-
-
-@pytest.mark.parametrize("saves", [None, [], [8]], ids=["an older arm", "none", "the first alone"])
-def test_without_a_second_save_there_is_no_stall(saves):
-    one = run("native", SAVING)
-    if saves is not None:
-        one.result["save_steps"] = saves
-    assert figures.make_row(one, one, LINK, True).save_stall_seconds is None
+    one = run("native", SAVING)  # an older arm, which does not tell of saves
+    for saves in ({}, {"save_steps": []}, {"save_steps": [8]}):
+        one.result |= saves
+        assert figures.make_row(one, one, LINK, True).save_stall_seconds is None
 
 
 # --- the command ---
@@ -225,7 +195,7 @@ def made_up(monkeypatch):
 
 
 def bench(folder, *options):
-    return CliRunner().invoke(app, ["bench", "--gpus", "1", "--keep", str(folder), *options])
+    return invoke("bench", "--gpus", 1, "--keep", folder, *options)
 
 
 def ran(folder, options, status=0):
@@ -239,28 +209,25 @@ def names_of(saved):
     return [row["arm"] for row in saved["arms"]]
 
 
-def test_the_bench_prints_a_table_and_leaves_json_and_pictures(made_up, tmp_path):
-    result = bench(tmp_path, "--arms", "resident,native,half", "--layers", "12", "--microbatches", "8")
-    assert result.exit_code == 0, result.output
+def test_the_bench_prints_five_figures_an_arm_or_all_with_a_legend_or_json_and_leaves_pictures(made_up, tmp_path):
+    arms = ("--arms", "resident,native,half", "--layers", "12", "--microbatches", "8")
+    short = bench(tmp_path, *arms)
     saved = json.loads((tmp_path / "bench.json").read_text())
-    assert names_of(saved) == ["resident", "native", "half"]
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert "--layers 12 " in saved["size"] and "--gbs 8 " in saved["size"]
-    assert saved["size"] in " ".join(result.stdout.split())
-
-
-def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_json_alone(made_up, tmp_path):
-    short = bench(tmp_path, "--arms", "resident,native", "--no-traces").stdout
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in short.splitlines()]
+    assert saved["size"] in " ".join(short.output.split())
+    rows = cells(short.output)
     assert ["resident", "0.500", "-", "-", "-", "-"] in rows
     assert ["native", "0.700", "+40.0%", "1.00", "10.00", "yes"] in rows
-    assert "floor E" not in short and "--verbose" in short
-    long = bench(tmp_path, "--arms", "resident,native", "--no-traces", "--verbose").stdout
+    assert "floor E" not in short.output and "--verbose" in short.output
+    long = bench(tmp_path, *arms, "--no-traces", "--verbose").stdout
     for heading in figures.table_of([])[0]:
         assert f"\n{heading}: " in long
-
-    result = bench(tmp_path, "--arms", "resident,native", "--json", "--no-traces")
-    assert names_of(json.loads(result.stdout)) == ["resident", "native"]
+    assert names_of(json.loads(bench(tmp_path, *arms, "--json", "--no-traces").stdout)) == [
+        "resident",
+        "native",
+        "half",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -269,9 +236,10 @@ def test_the_terminal_has_five_figures_an_arm_with_verbose_all_and_a_legend_or_j
         ("--arms resident,nativ", "nativ is no arm: did you mean native?"),
         ("--gpus 2", "--gpus 2: torch sees 1 CUDA devices here"),
         ("--fsdp optim --full-graphs", "--full-graphs with --fsdp optim"),
-        ("--time-limit 60", "--time-limit 60: only arms in turn"),
-        ("--rounds 2", "--rounds 2: only arms in turn"),
-        ("--turn-steps 9", "--turn-steps 9: only arms in turn"),
+        *(
+            (f"{option}", f"{option}: only arms in turn")
+            for option in ("--time-limit 60", "--rounds 2", "--turn-steps 9")
+        ),
         ("--half-budget-gib 20 --arms resident,native", "--half-budget-gib 20: of the half arm"),
         ("--in-turn --saves", "leave one out"),
         ("--in-turn --arms resident,half:A=1", "--half-budget-gib"),
@@ -288,18 +256,6 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(made_up, monkeypat
     assert not (tmp_path / "kept").exists()
 
 
-def test_an_arm_that_is_not_bitwise_equal_is_status_1_unless_it_need_not_be(made_up, tmp_path):
-    made_up[0]["native"] = "b"
-    ran(tmp_path, "--arms resident,hybrid")
-    ran(tmp_path, "--arms resident,native", status=1)
-
-
-def test_without_the_resident_arm_nothing_is_compared(made_up, tmp_path):
-    made_up[1].add("resident")
-    assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 2
-    assert not (tmp_path / "bench.json").exists()
-
-
 def test_the_arms_by_default_are_those_that_can_run(tmp_path):
     for how, names in (
         ({}, "resident,native,half,hybrid"),
@@ -311,42 +267,26 @@ def test_the_arms_by_default_are_those_that_can_run(tmp_path):
         assert command.Settings(**how).names == names.split(",")
 
 
-# --- Megatron-FSDP beside DistributedOptimizer ---
-
-
-def test_one_command_says_e_of_both_and_of_hybrid_device_optimizer(made_up, tmp_path):
-    result = bench(tmp_path, "--fsdp", "optim_grads_params", "--no-traces")
-    assert result.exit_code == 0, result.output
-    saved = json.loads((tmp_path / "bench.json").read_text())
-    assert names_of(saved) == OF_FSDP
-    rows = {row["arm"]: row for row in saved["arms"]}
-    assert rows["fsdp"]["bitwise_equal"] and rows["fsdp"]["added_seconds"] == pytest.approx(0.25)
-    # 10 GB cross the link in 0.2 s.
-    assert [rows[name]["e"] for name in ("fsdp", "native", "hybrid")] == pytest.approx([1.25, 1.0, 7.5])
-    cells = [[cell.strip() for cell in line.split("│")] for line in result.output.splitlines() if "│" in line]
-    shown = {row[1]: row[4] for row in cells}
-    assert [shown[name] for name in ("fsdp", "native", "hybrid")] == ["1.25", "1.00", "7.50"]
-
-
-@pytest.mark.parametrize("failing", ["fsdp_resident", "native"])
-def test_a_failing_arm_is_named_and_the_others_are_reported_but_not_those_compared_with_it(made_up, tmp_path, failing):
+@pytest.mark.parametrize("failing", ["resident", "fsdp_resident", "native"])
+def test_a_failing_arm_is_named_and_only_arms_that_are_not_compared_with_it_are_reported(made_up, tmp_path, failing):
     made_up[1].add(failing)
+    if failing == "resident":
+        assert bench(tmp_path, "--arms", "resident,native", "--no-traces").exit_code == 2
+        assert not (tmp_path / "bench.json").exists()
+        return
     saved = ran(tmp_path, "--fsdp optim", status=2)
     gone = {"fsdp_resident", "fsdp"} if failing == "fsdp_resident" else {failing}
     assert set(saved["failed"]) == gone
     assert names_of(saved) == [name for name in OF_FSDP if name not in gone]
 
 
-def test_in_turn_each_kind_is_compared_with_its_resident_arm_within_each_round(made_up, monkeypatch, tmp_path):
-    def run_in_turn(settings, chosen, console):
-        runs = {one.name: command.run_one(settings, one, None) for one in chosen}
-        for run in runs.values():
-            for number, event in enumerate(run.steps):
-                event["turn"] = number // 3  # the first is the warm-up
-        return runs, {}
-
-    monkeypatch.setattr(command, "run_in_turn", run_in_turn)
-    saved = ran(tmp_path, "--fsdp optim --in-turn --rounds 2")
-    rounds = {row["arm"]: row for row in saved["in_turn"]["arms"]}
-    assert rounds["fsdp"]["compared_with"] == "fsdp_resident" and rounds["fsdp_resident"]["compared_with"] == "resident"
-    assert rounds["fsdp"]["e"] == pytest.approx(1.25)
+def test_arms_have_the_resident_bits_of_their_kind_or_need_none_or_the_status_is_1(made_up, tmp_path):
+    saved = ran(tmp_path, "--fsdp optim_grads_params")
+    assert names_of(saved) == OF_FSDP
+    rows = {row["arm"]: row for row in saved["arms"]}
+    assert rows["fsdp"]["bitwise_equal"] and rows["fsdp"]["added_seconds"] == pytest.approx(0.25)
+    # 10 GB cross the link in 0.2 s.
+    assert [rows[name]["e"] for name in ("fsdp", "native", "hybrid")] == pytest.approx([1.25, 1.0, 7.5])
+    made_up[0]["native"] = "b"
+    ran(tmp_path, "--arms resident,hybrid")
+    ran(tmp_path, "--arms resident,native", status=1)

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import json
 import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,77 +15,6 @@ from harness.arms.runner import ArmFailed
 from harness.arms.turns import Turnstile, TurnTaker
 from harness.bench import command, in_turn
 from harness.bench import figures as of_bench
-
-# --- the turnstile; ranks are threads ---
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Returns what makes the turnstile of an arm, and its address."""
-    with contextlib.ExitStack() as stack:
-
-        def make(name="arm"):
-            turnstile = stack.enter_context(contextlib.closing(Turnstile(tmp_path / name)))
-            return turnstile, tmp_path / name
-
-        yield make
-
-
-def start(address, rank, ranks, taken):
-    def run():
-        taker = TurnTaker(address, ranks)
-        try:
-            while True:
-                if not taker.has_another_step():
-                    taker.take()
-                taken.append((rank, taker.turn))
-        except ConnectionError:
-            taken.append((rank, "end"))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
-
-
-def until(turnstile, is_so):
-    for _ in range(500):
-        if turnstile.is_awaited is is_so:
-            return
-        turnstile.poll(0.01)
-    raise AssertionError("it did not come to be so")
-
-
-def test_no_rank_steps_before_all_ranks_of_its_arm_wait_and_they_get_their_turn_together(make):
-    (turnstile, address), taken = make(), []
-    start(address, 0, 2, taken)
-    for _ in range(20):
-        turnstile.poll(0.01)
-    assert not turnstile.is_awaited and taken == []
-    start(address, 1, 2, taken)
-    until(turnstile, True)
-    turnstile.grant(3, 2)
-    assert not turnstile.is_awaited
-    until(turnstile, True)
-    assert sorted(taken) == [(0, 3)] * 2 + [(1, 3)] * 2
-
-
-def test_a_rank_that_is_gone_waits_no_more_and_a_waiting_one_ends_with_an_error_as_the_turnstile_does(make):
-    (turnstile, address), (other, of_other) = make(), make("other")
-    start(of_other, 0, 1, [])
-    taker = TurnTaker(address, 1)
-    taker._connection.send(1)
-    until(turnstile, True)
-    until(other, True)
-    taker._connection.close()
-    until(turnstile, False)
-    assert other.is_awaited
-    (turnstile, address), taken = make("third"), []
-    thread = start(address, 0, 1, taken)
-    until(turnstile, True)
-    turnstile.close()
-    thread.join(5)
-    assert taken == [(0, "end")]
-
 
 # --- arms ---
 
@@ -135,7 +63,7 @@ def test_within_the_time_limit_arms_train_one_at_a_time_and_the_order_rotates_an
 
 
 @pytest.mark.slow
-def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_more(turns):
+def test_if_time_runs_out_arms_end_after_the_round_under_way_with_one_step_more(turns):
     results, failures, lines = turns({"a": [], "b": []}, count=5, time_limit=0.001)
     assert list(results) == ["a", "b"] and not failures
     assert blocks(lines) == [
@@ -146,7 +74,7 @@ def test_where_time_runs_out_arms_end_after_the_round_under_way_with_one_step_mo
 
 
 @pytest.mark.slow
-def test_both_ranks_of_an_arm_take_their_turn_together_and_one_that_dies_takes_its_arm_along_and_no_other(turns):
+def test_both_ranks_of_an_arm_take_their_turn_together_and_one_that_dies_ends_its_arm_alone(turns):
     results, failures, lines = turns({"a": [], "b": ["--die-in", "2"]}, ranks=2)
     assert list(results) == ["a"] and list(failures) == ["b"]
     of_turns = [line[:2] for line in lines]
@@ -154,22 +82,23 @@ def test_both_ranks_of_an_arm_take_their_turn_together_and_one_that_dies_takes_i
     assert {line[1:3] for line in lines} == {(name, rank) for name in "ab" for rank in "01"}
 
 
-@pytest.mark.parametrize(("turn", "left"), [(-1, 0), (0, 0), (2, 1)], ids=["at its start", "in warm-up", "in a round"])
-def test_an_arm_that_dies_is_told_of_and_the_others_go_on(turns, turn, left):
+@pytest.mark.parametrize(
+    ("ends", "timeout", "said", "left"),
+    [
+        ("--die-in -1", 60, "it died as it started", 0),
+        ("--die-in 0", 60, "it died in turn 0", 0),
+        ("--die-in 2", 60, "it died in turn 2", 1),
+        pytest.param("--hang-in 2", 8, "turn 2 took longer than 8 s", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_arm_that_dies_or_keeps_its_turn_is_ended_and_told_of_and_others_go_on(turns, ends, timeout, said, left):
     told = []
-    results, failures, lines = turns({"a": [], "b": ["--die-in", str(turn)], "c": []}, tell=told.append)
+    results, failures, lines = turns({"a": [], "b": ends.split(), "c": []}, timeout=timeout, tell=told.append)
     assert list(results) == ["a", "c"] and list(failures) == ["b"]
-    assert any("it died" in line for line in told)
+    assert any(said in line for line in told)
     assert told[-1] == "round 2 of 2: a 0.100 s, c 0.100 s"
     assert [block for block in blocks(lines) if block[1] == "c"][-2:] == [(2, "c", STEPS), (3, "c", 1)]
     assert len([block for block in blocks(lines) if block[1] == "b" and block[0] > 0]) == left
-
-
-@pytest.mark.slow
-def test_an_arm_that_keeps_its_turn_too_long_is_ended(turns):
-    results, failures, _ = turns({"a": [], "b": ["--hang-in", "1"]}, timeout=8.0)
-    assert list(results) == ["a"]
-    assert "turn 1 took longer than 8 s" in str(failures["b"])
 
 
 def test_the_arm_that_others_are_compared_with_ends_all_when_it_fails(turns):
@@ -177,7 +106,23 @@ def test_the_arm_that_others_are_compared_with_ends_all_when_it_fails(turns):
         turns({"a": ["--die-in", "0"], "b": []})
 
 
-def in_turns(name, of_rounds, loops=None, first=9.0):
+def test_an_arm_is_awaited_when_all_its_ranks_wait_and_a_rank_that_waits_ends_with_the_turnstile(tmp_path):
+    with contextlib.closing(Turnstile(tmp_path / "arm")) as turnstile:
+        takers, is_awaited = [TurnTaker(tmp_path / "arm", 2) for _ in range(2)], []
+        for taker in takers:
+            taker._connection.send(2)
+            for _ in range(4):
+                turnstile.poll(0.1)
+            is_awaited.append(turnstile.is_awaited)
+        assert is_awaited == [False, True]
+        takers[0]._connection.close()
+        turnstile.poll(1.0)
+        assert not turnstile.is_awaited
+    with pytest.raises(ConnectionError):
+        takers[1].take()
+
+
+def in_turns(name, of_rounds, first=9.0):
     """An arm whose steps of each round take these seconds, after a cold first one."""
     warm_up = [5.0] * in_turn.WARM_UP_STEPS
     seconds = [*warm_up, *itertools.chain.from_iterable([first, *of_round] for of_round in of_rounds)]
@@ -185,46 +130,37 @@ def in_turns(name, of_rounds, loops=None, first=9.0):
     turns = [0] * len(warm_up) + [i + 1 for i, of_round in enumerate(of_rounds) for _ in range(len(of_round) + 1)]
     for event, turn in zip(run.steps, turns, strict=True):
         event["turn"] = turn
-    if loops is not None:
-        each = [[loop] * (len(of_round) + 1) for loop, of_round in zip(loops, of_rounds, strict=True)]
-        run.result["host_loop_seconds_of_ranks"] = [[1e-9] * len(warm_up) + list(itertools.chain.from_iterable(each))]
     return run
 
 
-def test_arms_are_compared_within_each_round_without_warm_up_and_first_steps_and_it_is_said_which_was_faster():
+def test_arms_are_compared_within_each_round_without_warm_up_and_first_steps():
     one = in_turns("native", [[0.5, 0.6], [0.7, 0.8]])
-    assert [step.seconds for step in of_bench.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
+    assert [step["seconds"] for step in of_bench.warm_steps(one)] == [0.5, 0.6, 0.7, 0.8]
     # Both take twice the time in slow rounds: the difference of all steps' medians would be that of the host's speed.
-    resident, native = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 1e-3]))
+    resident, native = figures(native=[[0.6] * 3, [1.2] * 3, [1.1] * 3])
     assert resident.seconds == (0.5, 1.0, 1.0) and resident.e is None
     assert native.ratio == pytest.approx((1.2, 1.2, 1.1))
-    assert native.host_loop_seconds == (0.5e-3, 1e-3, 1e-3)
     assert native.added_seconds == pytest.approx(0.1)
     assert native.e == pytest.approx(0.1 * 50 / 10)
-    arms = figures(native=([[0.6], [1.0], [1.2]],), mcore=([[0.7], [1.1], [1.1]],))
+    arms = figures(native=[[0.6], [1.0], [1.2]], mcore=[[0.7], [1.1], [1.1]])
     assert of_bench.faster(arms, {"resident"}) == [
         "native faster than mcore in 2 of 3 rounds",
         "native faster than resident in 0 of 3 rounds",
         "mcore faster than resident in 0 of 3 rounds",
     ]
+    cells = of_bench.table_of_rounds(figures(native=[[0.6] * 3, [1.2] * 3, [1.1] * 3], mcore=[[1.0]] * 3))
+    assert [row[0] for row in cells] == ["round", "1", "2", "3", "median", "E by rounds"]
+    assert [cell.partition(":")[0] for cell in cells[0][1:]] == ["resident", "native", "mcore"]
+    assert cells[3][2:] == ["1.100  1.100", "1.000  1.000"]
+    assert cells[4][2] == "1.100  1.200" and cells[5][1:3] == ["-", "0.50"]
 
 
 SLOW, FAST = [0.8, 1.0, 1.2], [0.4, 0.5, 0.6]
 
 
 def figures(**others):
-    runs = {"resident": in_turns("resident", [FAST, SLOW, SLOW], [0.5e-3, 1e-3, 1e-3])}
-    runs |= {name: in_turns(name, *of_rounds) for name, of_rounds in others.items()}
+    runs = {name: in_turns(name, of_rounds) for name, of_rounds in ({"resident": [FAST, SLOW, SLOW]} | others).items()}
     return of_bench.rounds_of(runs, {name: "resident" for name in runs}, LINK)
-
-
-def test_each_figure_of_the_rounds_table_is_in_its_row_and_column():
-    arms = figures(native=([[0.6] * 3, [1.2] * 3, [1.1] * 3], [0.5e-3, 1e-3, 2e-3]), mcore=([[1.0]] * 3,))
-    cells = of_bench.table_of_rounds(arms)
-    assert [row[0] for row in cells] == ["round", "1", "2", "3", "median", "E by rounds"]
-    assert [cell.partition(":")[0] for cell in cells[0][1:]] == ["resident", "native", "mcore"]
-    assert cells[3][2] == "1.100  1.100  2.00" and cells[3][3] == "1.000  1.000  -"
-    assert cells[4][2] == "1.100  1.200" and cells[5][1:3] == ["-", "0.50"]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import re
 import struct
 import subprocess
 from pathlib import Path
@@ -12,10 +11,9 @@ from types import SimpleNamespace
 
 import children
 import pytest
+from cli import cells, invoke
 from rich.console import Console
-from typer.testing import CliRunner
 
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.report import bits
 from harness import demo, rl_demo
 from harness.arms import runner
@@ -45,7 +43,6 @@ def arm(name, steps, **digests):
 DIFFERENT = {
     "nothing": ([step(1), step(2)], [step(1), step(2)], {}, []),
     "the same NaN": ([step(1, loss=math.nan)], [step(1, loss=math.nan)], {}, []),
-    "a NaN": ([step(1, loss=math.nan)], [step(1)], {}, ["losses"]),
     "the sign of zero": ([step(1, loss=0.0)], [step(1, loss=-0.0)], {}, ["losses"]),
     "the last bit of a loss": ([step(1)], [step(1, loss=math.nextafter(1.0, 2.0))], {}, ["losses"]),
     "the last bit of a norm": ([step(1)], [step(1, grad_norm=math.nextafter(0.5, 1.0))], {}, ["grad norms"]),
@@ -59,16 +56,16 @@ DIFFERENT = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_arms_are_equal_but_for_the_parts_whose_bits_differ(what):
     theirs, ours, digests, different = DIFFERENT[what]
-    same = runner.compare(arm("resident", theirs), arm("offloaded", ours, **digests))
+    runs = arm("resident", theirs), arm("offloaded", ours, **digests)
+    same = runner.compare(*runs)
     assert [part for part, equal in same.parts.items() if not equal] == different
     assert same.bitwise_equal is not bool(different)
-
-
-def test_a_digest_that_neither_arm_has_is_no_equality_and_bits_tell_nans_apart_and_a_number_from_none():
-    runs = [arm(name, [step(1)]) for name in ("resident", "offloaded")]
     for run in runs:
         del run.result["digests"]["moments"]
-    assert not runner.compare(*runs).bitwise_equal
+    assert not runner.compare(*runs).bitwise_equal, "a digest that neither has is no equality"
+
+
+def test_bits_tell_nans_apart_and_a_number_from_none():
     nan, other = (struct.unpack("<d", struct.pack("<Q", NAN_BITS | payload))[0] for payload in (1, 2))
     assert bits(nan) == bits(nan) != bits(other)
     assert bits(None) != bits(0.0)
@@ -97,7 +94,7 @@ def test_an_arm_finds_the_harness_and_the_package_behind_what_is_on_the_path():
 
 def run(*words):
     """Run the command; returns status, output and errors."""
-    result = CliRunner().invoke(app, ["demo", *map(str, words)])
+    result = invoke("demo", *words)
     return result.exit_code, result.stdout, result.stderr
 
 
@@ -147,6 +144,7 @@ OTHER = {"losses": (1 / 3, 2 / 3, math.nextafter(1.0, 2.0))}
         ({"losses": [math.nan] * 3}, ("--json",), 1, '"loss_offloaded": [null, null, null]'),
         ({"result": arm("", []).result | {"released_bytes": 0}}, (), 1, "released no memory"),
         ({"result": {}}, (), 2, "no result"),
+        ({}, ("--tp", 2, "--crowd"), 2, "--tp, --crowd: only of --rl"),
         ({}, ("--keep", "/dev/null/x"), 2, "/dev/null/x"),
     ],
 )
@@ -174,14 +172,15 @@ def test_keep_leaves_logs_and_events_and_a_second_demo_starts_afresh(run_fake, t
 # --- the report ---
 
 
+FIGURES = {"state_bytes": 2_000, "released_bytes": 3_000_000, "pinned_bytes": 4_000_000_000,
+           "peak_allocated_bytes": 5_000_000_000, "peak_reserved_bytes": 6_000_000_000,
+           "peak_forward_backward_bytes": 7}  # fmt: skip
+
+
 def gpu_arm(name, scale, steps):
     """Return an arm whose figures are `scale` times as large as one would be."""
-    figures = {
-        "state_bytes": 2_000, "released_bytes": 3_000_000, "pinned_bytes": 4_000_000_000,
-        "peak_allocated_bytes": 5_000_000_000, "peak_reserved_bytes": 6_000_000_000, "peak_forward_backward_bytes": 7,
-    }  # fmt: skip
     finished = arm(name, steps)
-    finished.result |= {figure: scale * value for figure, value in figures.items()}
+    finished.result |= {figure: scale * value for figure, value in FIGURES.items()}
     return finished
 
 
@@ -190,35 +189,28 @@ def report(resident, offloaded, cpu):
     console = Console(file=io.StringIO(), width=120)
     demo.print_report(console, resident, offloaded, runner.compare(resident, offloaded), cpu)
     text = console.file.getvalue()
-    rows = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in text.splitlines() if line[:1] in "│┃"]
-    return text, {row[0]: row[1:] for row in rows if row}
+    return text, {row[0]: row[1:] for row in cells(text)}
 
 
 def test_report_and_json_have_each_arms_figures_and_on_the_cpu_its_peak_of_state_and_no_times():
     slow_at_first = [step(number, seconds=9.0 if number <= 3 else 0.25) for number in range(1, 6)]
-    text, cells = report(gpu_arm("resident", 1, slow_at_first), gpu_arm("offloaded", 2, slow_at_first), cpu=False)
-    assert (
-        cells
-        | {
-            "optimizer state": ["2.00 kB", "4.00 kB"],
-            "released during forward and backward": ["3.00 MB", "6.00 MB"],
-            "pinned host memory": ["4.00 GB", "8.00 GB"],
-            "peak allocated": ["5.00 GB", "10.00 GB"],
-            "peak reserved": ["6.00 GB", "12.00 GB"],
-            "median step": ["0.250 s", "0.250 s"],  # without the first three steps
-        }
-        == cells
-    )
-    assert "peak state" not in text and "not speed" not in text
-
-    arms = gpu_arm("resident", 1, [step(1)]), gpu_arm("offloaded", 2, [step(1)])
-    _, cells = report(*arms, cpu=True)
-    assert cells["peak state in forward and backward"] == ["7 B", "14 B"]
-    assert not {"peak allocated", "peak reserved", "median step"} & set(cells)
+    arms = gpu_arm("resident", 1, slow_at_first), gpu_arm("offloaded", 2, slow_at_first)
+    on_gpu = {
+        "optimizer state": ["2.00 kB", "4.00 kB"],
+        "released during forward and backward": ["3.00 MB", "6.00 MB"],
+        "pinned host memory": ["4.00 GB", "8.00 GB"],
+        "peak allocated": ["5.00 GB", "10.00 GB"],
+        "peak reserved": ["6.00 GB", "12.00 GB"],
+        "median step": ["0.250 s", "0.250 s"],  # without the first three steps
+    }
+    text, found = report(*arms, cpu=False)
+    assert on_gpu.items() <= found.items() and "peak state" not in text and "not speed" not in text
+    _, found = report(*arms, cpu=True)
+    assert found["peak state in forward and backward"] == ["7 B", "14 B"]
+    assert not {"peak allocated", "peak reserved", "median step"} & set(found)
     printed = demo.json_report(*arms, runner.compare(*arms))
-    assert printed["peak_allocated_bytes"] == {"resident": 5_000_000_000, "offloaded": 10_000_000_000}
-    assert printed["peak_reserved_bytes"] == {"resident": 6_000_000_000, "offloaded": 12_000_000_000}
-    assert printed["peak_forward_backward_bytes"] == {"resident": 7, "offloaded": 14}
+    for name in (name for name in FIGURES if name.startswith("peak_")):
+        assert printed[name] == {"resident": FIGURES[name], "offloaded": 2 * FIGURES[name]}
     assert (printed["released_bytes"], printed["pinned_bytes"]) == (6_000_000, 8_000_000_000)
     assert printed["equal"] == dict.fromkeys(("losses", "grad norms", "params", "masters", "moments"), True)
 
@@ -226,9 +218,9 @@ def test_report_and_json_have_each_arms_figures_and_on_the_cpu_its_peak_of_state
 def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_way_are_not():
     ours = [step(number, loss=1.5) for number in range(1, 101)]
     theirs = [*ours[:49], step(50, loss=2.5), *ours[50:]]
-    text, cells = report(arm("resident", ours), arm("offloaded", theirs), cpu=True)
-    assert cells["50"] == ["1.5", "2.5", "NO"] and cells["30"] == cells["71"] == ["1.5", "1.5", "yes"]
-    assert not {"31", "49", "51", "70"} & set(cells)
+    text, found = report(arm("resident", ours), arm("offloaded", theirs), cpu=True)
+    assert found["50"] == ["1.5", "2.5", "NO"] and found["30"] == found["71"] == ["1.5", "1.5", "yes"]
+    assert not {"31", "49", "51", "70"} & set(found)
     assert "NOT bitwise equal: losses DIFFERENT, grad norms equal, params equal" in " ".join(text.split())
 
 
@@ -238,19 +230,8 @@ def test_a_step_that_differs_is_in_the_report_of_a_long_run_and_equal_ones_half_
 @pytest.mark.parametrize("missing", ["megatron.bridge", "megatron.core"])
 def test_what_is_not_installed_is_named_alone(monkeypatch, missing):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == missing else object())
-    assert demo.missing_packages() == [missing.replace(".", "-")]
     status, _, errors = run()
     assert status == 2 and f"bridge-fgo demo: {missing.replace('.', '-')} is not installed" in errors
-
-
-def test_the_cpu_is_taken_where_asked_for_or_where_there_is_no_gpu_and_none_was_asked_for(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(demo, "run_arm", lambda *arguments: pytest.fail("ran an arm"))
-    assert demo.choose_device("auto") == ("cpu", "torch sees no CUDA device")
-    status, _, errors = run("--device", "cuda")
-    assert status == 2 and "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in errors
-    monkeypatch.setattr("torch.cuda.is_available", lambda: pytest.fail("looked for a GPU"))
-    assert demo.choose_device("cpu") == ("cpu", None)
 
 
 @pytest.mark.parametrize("missing", [None, "transformer_engine/pytorch.py", "megatron/bridge.py"])
@@ -271,36 +252,32 @@ def test_auto_takes_a_gpu_only_with_all_that_its_arm_imports(missing, monkeypatc
     assert why.startswith("Transformer Engine or megatron.bridge does not import: ModuleNotFoundError: No module named")
     # What the user asks for is tried: its arm says what is wrong.
     assert demo.choose_device("cuda") == ("cuda", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert demo.choose_device("auto") == ("cpu", "torch sees no CUDA device")
+    status, _, errors = run("--device", "cuda")
+    assert status == 2 and "bridge-fgo demo: --device cuda: torch sees no CUDA device here" in errors
+    assert demo.choose_device("cpu") == ("cpu", None)
 
 
-@pytest.fixture
-def run_without_arms(monkeypatch):
-    """Run the demo on a device with arms that are no process; returns status, what it called, and what it printed."""
+def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_told_why(monkeypatch):
+    called = []
 
-    def run_without_arms(device, why, *words):
-        called = []
+    def run_arm(name, module, options, *_, **__):
+        called.append((module, options))
+        return arm(name, [step(1)])
 
-        def run_arm(name, module, options, *_, **__):
-            called.append((module, options))
-            return arm(name, [step(1)])
-
-        monkeypatch.setattr(demo, "run_arm", run_arm)
-        monkeypatch.setattr(demo, "missing_packages", lambda: [])
-        monkeypatch.setattr(demo, "choose_device", lambda requested: (device, why))
-        status, *printed = run("--steps", 5, *words)
-        return status, called, "".join(printed)
-
-    return run_without_arms
-
-
-def test_arms_are_the_gpus_with_the_layers_given_or_the_cpus_and_the_user_is_told_why(run_without_arms):
-    status, called, printed = run_without_arms("cuda", None, "--layers", "2")
+    monkeypatch.setattr(demo, "run_arm", run_arm)
+    monkeypatch.setattr(demo, "missing_packages", lambda: [])
+    monkeypatch.setattr(
+        demo, "choose_device", lambda requested: (requested, (requested == "cpu" and "as is said") or None)
+    )
+    status, *printed = run("--steps", 5, "--device", "cuda", "--layers", 2)
     options = ["--steps", "5", "--layers", "2", "--offload"]
     assert status == 0 and called == [("harness.arms.gpu", [*options, on]) for on in ("off", "on")]
-    assert "median step" in printed and "on the CPU" not in printed
-    status, called, printed = run_without_arms("cpu", "the test says so")
-    assert status == 0 and [options[0] for _, options in called] == ["--cpu"] * 2
-    assert "Running on the CPU: the test says so." in printed
+    assert "median step" in "".join(printed) and "on the CPU" not in "".join(printed)
+    status, *printed = run("--steps", 5, "--device", "cpu")
+    assert status == 0 and [options[0] for _, options in called[2:]] == ["--cpu"] * 2
+    assert "Running on the CPU: as is said." in "".join(printed)
 
 
 @pytest.mark.slow
@@ -351,26 +328,24 @@ def run_rl(tmp_path, monkeypatch):
     return run_rl
 
 
-def test_json_has_rewards_moves_and_what_is_equal(run_rl):
-    status, out, _ = run_rl("--json")
-    printed = json.loads(out)
-    assert status == 0 and printed["bitwise_equal"] is True and printed["steps"] == 30
-    assert printed["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
-    assert printed["moves"]["asleep"] == {"seconds": 0.25, "copied": 1400, "freed": 1800, "returned": 1800}
-    assert printed["held_bytes"] == 1002, "the least that the second process got, but in the first sleep"
-    assert printed["equal"] == dict.fromkeys(("rewards", "losses", "grad norms", "params", "masters", "moments"), True)
-
-
-def test_the_tables_say_what_each_move_took(run_rl):
-    status, out, _ = run_rl()
+@pytest.mark.parametrize("device", ["cpu", "a GPU"])
+def test_tables_and_json_have_rewards_what_each_move_took_and_what_is_equal(run_rl, device):
+    status, out, _ = run_rl(device=device)
     printed = " ".join(out.split())
     assert status == 0 and "Bitwise equal, asleep between updates or not" in printed
-    assert "sleep: offload everything │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
-    assert "no second process" in printed and "correctness and bytes, not speed" in printed
-    status, out, _ = run_rl(device="a GPU")
-    printed = " ".join(out.split())
-    assert status == 0 and "│ 1.40 kB │ 1.80 kB │ 1.80 kB │" in printed
-    assert "took and filled 1.00 kB in each sleep" in printed and "not speed" not in printed
+    if device == "cpu":
+        assert "sleep: offload everything │ 0.2500 │ 1.40 kB │ 1.80 kB │ - │" in printed
+        assert "no second process" in printed and "correctness and bytes, not speed" in printed
+        return
+    assert "│ 1.40 kB │ 1.80 kB │ 1.80 kB │" in printed and "not speed" not in printed
+    assert "took and filled 1.00 kB in each sleep" in printed
+    status, out, _ = run_rl("--json")
+    found = json.loads(out)
+    assert status == 0 and found["bitwise_equal"] is True and found["steps"] == 30
+    assert found["reward"] == pytest.approx({"first": 0.055, "last": 0.255})
+    assert found["moves"]["asleep"] == {"seconds": 0.25, "copied": 1400, "freed": 1800, "returned": 1800}
+    assert found["held_bytes"] == 1002, "the least that the second process got, but in the first sleep"
+    assert found["equal"] == dict.fromkeys(("rewards", "losses", "grad norms", "params", "masters", "moments"), True)
 
 
 @pytest.mark.parametrize(
@@ -414,11 +389,6 @@ def test_the_picture_of_a_demo_has_the_phases_of_an_iteration(run_rl, tmp_path):
     states = states_of_run(arm)
     assert [sum(state.bytes.values()) for state in states] == [1800, 0, 200, 400, 1800]
     assert states[2] == State("weights alone:\nrollouts", ALONE, 0.25, 200)
-
-
-def test_what_is_of_this_demo_alone_is_refused_by_the_other():
-    status, _, errors = run("--tp", 2, "--crowd")
-    assert status == 2 and "--tp, --crowd: only of --rl" in errors
 
 
 @pytest.mark.slow

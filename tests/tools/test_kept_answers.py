@@ -11,23 +11,16 @@ from types import SimpleNamespace
 import pytest
 import recipe_table
 import setting_names
-from typer.testing import CliRunner
+from cli import invoke
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
 from bridge_fgo.tools.job import answers, names, table, target
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import read_job
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan.systems import SYSTEMS
 
 KEPT = sorted(path.name.removesuffix(".json.gz") for path in answers.FOLDER.glob("*.json.gz"))
-
-
-def test_every_recipe_of_released_megatron_and_a_kept_model_has_an_answer():
-    known = {"", *kept_configs(planning=True)}
-    of_released = [name for name, recipe in sorted(RECIPES.items()) if recipe.mcore_module is None]
-    assert [name for name in of_released if RECIPES[name].hf_model in known] == KEPT
 
 
 @pytest.mark.slow
@@ -37,8 +30,10 @@ def test_a_kept_answer_is_what_the_builder_says(name):
     assert answers.kept_answer(name, None, {}, None, ()) == built | {"kept_of": answers.installed_versions()}
 
 
-def test_a_recipe_as_it_is_and_overrides_of_the_offload_are_read_and_gpus_refused_without_megatron():
-    before = set(sys.modules)
+def test_every_kept_recipe_with_overrides_of_the_offload_is_read_and_gpus_refused_without_megatron():
+    kept, before = {"", *kept_configs(planning=True)}, set(sys.modules)
+    of_released = [name for name, recipe in sorted(RECIPES.items()) if recipe.mcore_module is None]
+    assert [name for name in of_released if RECIPES[name].hf_model in kept] == KEPT
     job = read_job("qwen3_30b_a3b_8gpu", None, {"fraction": 0.5})
     assert job.parallel.gpus == 8 and "kept with this package" in job.source
     assert not {name for name in set(sys.modules) - before if name.startswith("megatron.")}
@@ -64,20 +59,18 @@ def test_what_differs_from_the_recipe_is_built(gpus, offload, vocab_size, overri
     assert answers.kept_answer("qwen3_30b_a3b_8gpu", 8, {"fraction": 0.5}, None, ()) is not None
 
 
-@pytest.mark.parametrize("versions", [{"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "x"}])
-def test_an_answer_of_another_megatron_is_not_taken(monkeypatch, versions):
-    monkeypatch.setattr(answers, "installed_versions", lambda: versions)
-    assert answers.kept_answer("tiny", None, {}, None, ()) is None
-    monkeypatch.setattr(answers, "installed_versions", dict)
-    assert answers.kept_answer("tiny", None, {}, None, ()) is not None
-
-
-def test_a_checkout_before_the_wheel_is_another_megatron(monkeypatch, tmp_path):
+def test_an_answer_of_another_megatron_as_of_a_checkout_before_the_wheel_is_not_taken(monkeypatch, tmp_path):
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "core" / "__init__.py").touch()
     locations = [str(tmp_path / "megatron"), *find_spec("megatron").submodule_search_locations]
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
-    assert answers.installed_versions()["megatron-core"] == "checkout"
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: SimpleNamespace(submodule_search_locations=locations))
+        assert answers.installed_versions()["megatron-core"] == "checkout"
+    for versions in ({"megatron-core": "0.18.0", "megatron-bridge": "0.6.2"}, {"megatron-core": "checkout"}):
+        monkeypatch.setattr(answers, "installed_versions", lambda versions=versions: versions)
+        assert answers.kept_answer("tiny", None, {}, None, ()) is None
+    monkeypatch.setattr(answers, "installed_versions", dict)
+    assert answers.kept_answer("tiny", None, {}, None, ()) is not None
 
 
 def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp_path):
@@ -91,7 +84,7 @@ def test_the_same_answer_is_the_same_bytes_wherever_it_was_made(monkeypatch, tmp
     assert written[0] == written[1] and written[0][4:8] == bytes(4), "no time in it"
 
 
-def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
+def test_a_name_that_may_be_of_a_config_passes_and_one_that_cannot_be_is_refused(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "my_recipes.py").touch()
     monkeypatch.chdir(tmp_path)
@@ -100,22 +93,13 @@ def test_a_name_that_may_be_there_passes(monkeypatch, tmp_path):
     target.refuse_at_once("llama3_8b_pretrain_config", ["train.train_iters=3", "hf_config=."])
     with pytest.raises(ValueError, match=r"hf_config=no: there is no no/config\.json"):
         target.refuse_at_once("tiny", ["hf_config=no"])
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
+    for name, why in (
         ("recipes.llama:llama32_1b_pretrain_confg", "no recipe .*; did you mean llama32_1b_pretrain_config"),
         ("recipes.lama:llama32_1b_pretrain_config", "no module .*; write llama32_1b_pretrain_config alone"),
-    ],
-)
-def test_a_module_or_function_that_bridge_lacks_is_told_before_anything_is_imported(name, why):
-    with pytest.raises(ValueError, match=why):
-        target.refuse_at_once(f"megatron.bridge.{name}")
-
-
-def test_without_bridge_a_name_that_its_functions_cannot_have_is_no_recipe(monkeypatch):
-    monkeypatch.setattr(target, "config_functions", dict)
+    ):
+        with pytest.raises(ValueError, match=why):
+            target.refuse_at_once(f"megatron.bridge.{name}")
+    monkeypatch.setattr(target, "config_functions", dict)  # without Bridge
     target.refuse_at_once("llama3_70b_pretrain_config")
     with pytest.raises(ValueError, match="there is no recipe 'llama3_70b'; did you mean llama3_70b_64gpu"):
         target.refuse_at_once("llama3_70b")
@@ -138,9 +122,9 @@ NO_FIELDS = {"use_precision_aware_optimizer_no_fp8_or_ds_fp8", "moe_a2a_overlap"
 
 @pytest.mark.parametrize("name", KEPT)
 def test_every_setting_of_a_recipe_is_among_the_kept_names(name):
-    for section, settings in answers.kept_answer(name, None, {}, None, ())["config"].items():
-        for setting in (setting for setting in settings if setting[0] != "_" and setting not in NO_FIELDS):
-            names.refuse_overrides_at_once(name, [f"{section}.{setting}=1"])
+    sections = answers.kept_answer(name, None, {}, None, ())["config"].items()
+    fields = ((section, field) for section, settings in sections for field in settings if field not in NO_FIELDS)
+    names.refuse_overrides_at_once(name, [f"{section}.{field}=1" for section, field in fields if field[0] != "_"])
 
 
 def test_names_are_not_judged_of_another_megatron_or_a_class_of_the_users(monkeypatch, tmp_path):
@@ -190,11 +174,9 @@ def test_a_row_is_what_plan_says_today(name, builder_is_forked):
 
 
 def test_the_command_prints_the_recipes_that_have_each_word():
-    done = CliRunner().invoke(app, ["recipes", "table", "qwen3", "64gpu", "235b"])
-    versions, head, own, *others = done.stdout.splitlines()
+    versions, head, own, *others = invoke("recipes", "table", "qwen3", "64gpu", "235b").stdout.splitlines()
     assert versions.startswith("What `bridge-fgo plan` said with megatron-bridge 0.6.2, megatron-core 0.19.2, as ")
     assert head.split() == ["recipe", "GPUs", "resident", "offload", *SYSTEMS]
     assert own.split()[1:] == ["64", "142.4", "100.4", "fits", "fits", "fits", "fits", "no?", "offload", "no"]
     assert all(name in line for line in others[:-2] for name in ("qwen3", "64gpu", "235b"))
-    done = CliRunner().invoke(app, ["recipes", "table", "llama3_8b"])
-    assert "needs config.json of meta-llama/Meta-Llama-3-8B" in done.stdout
+    assert "needs config.json of meta-llama/Meta-Llama-3-8B" in invoke("recipes", "table", "llama3_8b").stdout

@@ -1,13 +1,11 @@
 """`plan LOG`: from an out-of-memory error to the settings with which the job fits."""
 
-import json
 import shlex
 
 import pytest
-from typer.testing import CliRunner
+from cli import invoke, told
 
 from bridge_fgo.config import readable
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.plan import log
 from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings
@@ -48,7 +46,8 @@ def log_of(folder, text: str) -> str:
 
 
 def planned(folder, text: str, *options: str):
-    return CliRunner().invoke(app, ["plan", log_of(folder, text), *options])
+    """Plan a log; return the status and the object that is printed."""
+    return told("plan", log_of(folder, text), *options)
 
 
 @pytest.mark.parametrize(
@@ -69,41 +68,32 @@ def test_the_rank_that_needed_the_most_is_named_with_what_was_short(tmp_path, te
     assert readable(first.needed - first.usable) in first.told
 
 
-def test_a_log_of_a_job_without_the_offload_is_answered_with_a_line_that_makes_it_fit(tmp_path):
-    frames = "".join(f'[rank17]:   File "x.py", line 9, in {name}\n' for name in ("train_step", "backward_step"))
-    text = f"torchrun run_recipe.py --recipe {JOB}\n[rank17]: Traceback (most recent call last):\n{frames}[rank17]: "
-    done = planned(tmp_path, text + error(), "--json")
-    found = json.loads(done.stdout)
-    assert (
-        done.exit_code == 0
-        and "on pipeline stage 2 of 8: rank 17 was short by 0.73 GiB in backward" in found["said"][0]
-    )
-    advised = found["recommendation"]["advised"]
-    assert "optimizer.offload_optimizer_states=true" in advised["overrides"] and advised["fits"]
-    assert advised["peak"] <= found["recommendation"]["room"] < found["recommendation"]["choices"][0]["peak"]
-    assert any("no Configuration Summary" in note for note in found["notes"])
-
-
+TRACEBACK = "[rank17]: Traceback (most recent call last):\n" + "".join(
+    f'[rank17]:   File "x.py", line 9, in {name}\n' for name in ("train_step", "backward_step")
+)
 WITH_A_NEIGHBOUR = error(beside="Process 3 has 30.00 GiB in use. ", capacity="178.90 GiB", allocated="132.20 GiB")
 
 
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        (f"--recipe {JOB}\n[rank17]: {WITH_A_NEIGHBOUR}", ()),  # as it ran it would fit a B200 of its own
+        (f"torchrun run_recipe.py --recipe {JOB}\n{TRACEBACK}[rank17]: {WITH_A_NEIGHBOUR}", ()),
         (f"[rank1]: {error(allocated='138.50 GiB')}", ("--job", "nemotron_3_nano_8gpu")),  # activations are the log's
     ],
 )
-def test_the_check_that_is_printed_fails_for_the_job_as_it_ran_and_passes_as_advised(tmp_path, text, options):
-    found = json.loads(planned(tmp_path, text, *options, "--json").stdout)["recommendation"]
-    _, *command = shlex.split(found["command"])
-    as_it_ran = [word for word in command if word not in found["advised"]["overrides"]]
+def test_a_log_is_answered_with_a_check_that_fails_for_the_job_as_it_ran_and_passes_as_advised(tmp_path, text, options):
+    status, whole = planned(tmp_path, text, *options)
+    found = whole["recommendation"]
+    advised, (_, *command) = found["advised"], shlex.split(found["command"])
+    assert status == 0 and advised["fits"] and advised["peak"] <= found["room"] < found["choices"][0]["peak"]
+    assert any("no Configuration Summary" in note for note in whole["notes"])
+    if not options:  # as it ran it would fit a B200 of its own
+        assert "on pipeline stage 2 of 8: rank 17 was short by 0.73 GiB in backward" in whole["said"][0]
+        assert "optimizer.offload_optimizer_states=true" in advised["overrides"]
+    as_it_ran = [word for word in command if word not in advised["overrides"]]
     assert as_it_ran != command and "--check" in as_it_ran
-    statuses = [
-        CliRunner().invoke(app, [*words, *changed]).exit_code
-        for words, changed in ((as_it_ran, ["optimizer.offload_optimizer_states=false"]), (command, []))
-    ]
-    assert statuses == [1, 0]
+    assert invoke(*as_it_ran, "optimizer.offload_optimizer_states=false").exit_code == 1
+    assert invoke(*command).exit_code == 0
 
 
 @pytest.mark.slow
@@ -111,9 +101,7 @@ def test_the_check_that_is_printed_fails_for_the_job_as_it_ran_and_passes_as_adv
 def test_the_way_that_ran_out_of_memory_is_never_advised_again(tmp_path, flag):
     """Also where the plan counts less than the log shows: a stage that would fit by far."""
     text = f"[rank63]: bridge_fgo\n[rank63]: {error()}"
-    found = json.loads(
-        planned(tmp_path, text, "--job", JOB, "--json", f"optimizer.offload_optimizer_states={flag}").stdout
-    )
+    _, found = planned(tmp_path, text, "--job", JOB, f"optimizer.offload_optimizer_states={flag}")
     ran = 0 if flag == "false" else 1
     assert not found["recommendation"]["choices"][ran]["fits"]
     assert any("that the plan does not count" in line for line in found["said"])
@@ -121,9 +109,8 @@ def test_the_way_that_ran_out_of_memory_is_never_advised_again(tmp_path, flag):
 
 @pytest.mark.slow
 def test_memory_that_is_not_counted_for_a_model_is_what_the_log_shows(tmp_path):
-    done = planned(tmp_path, f"[rank1]: {error()}", "--job", "nemotron_3_nano_8gpu", "--json")
-    found = json.loads(done.stdout)
-    assert done.exit_code == 0 and found["stages"][0]["peak_resident"] == pytest.approx(139.37 * GIB, rel=1e-3)
+    status, found = planned(tmp_path, f"[rank1]: {error()}", "--job", "nemotron_3_nano_8gpu")
+    assert status == 0 and found["stages"][0]["peak_resident"] == pytest.approx(139.37 * GIB, rel=1e-3)
 
 
 @pytest.mark.parametrize("prefix", ["", "0: ", "[default0]:"])
@@ -154,6 +141,8 @@ OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore d
 @pytest.mark.parametrize(
     ("text", "options", "said"),
     [
+        (None, ("--job", JOB), "tiny is no log"),
+        (None, (), "has no run_config.yaml and no log (*.log, *.out"),
         ("trained\n", (), "has no error of PyTorch's"),
         ("RuntimeError: CUDA error: out of memory\n", (), "it has 'RuntimeError: CUDA error: out of memory', which"),
         (f"[rank3]: {error()}", (), "It does not say which job it is of: add --job RECIPE"),
@@ -168,13 +157,9 @@ OF_ANOTHER = SUMMARY.replace("{0}  expert_model", "{0}  num_layers: 48  (Mcore d
     ],
 )  # fmt: skip
 def test_what_a_log_does_not_say_or_contradicts_is_asked_for_in_one_line(tmp_path, text, options, said):
-    done = planned(tmp_path, text, *options)
+    target = tmp_path if text is None else log_of(tmp_path, text)
+    done = invoke("plan", target if said != "tiny is no log" else "tiny", *options)
     assert done.exit_code == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
-    done = CliRunner().invoke(app, ["plan", "tiny", "--job", JOB])
-    assert done.exit_code == 2 and "tiny is no log" in done.stderr
-    (tmp_path / "empty").mkdir()
-    done = CliRunner().invoke(app, ["plan", str(tmp_path / "empty")])
-    assert done.exit_code == 2 and "empty: has no run_config.yaml and no log (*.log, *.out" in done.stderr
 
 
 def test_settings_of_a_saved_builders_model_are_advised_where_they_are(tmp_path):

@@ -7,11 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+from cli import run as run_command
 from torch.utils.tensorboard import SummaryWriter
-from typer.testing import CliRunner
 
 from bridge_fgo.figures import Stats
-from bridge_fgo.tools.main import app
 from bridge_fgo.tools.report import GRAD_NORM, LOSS, OURS, PEAKS, SECONDS, Run, compare_runs, is_bitwise_equal, load
 
 GB = 10**9
@@ -51,15 +50,13 @@ def tensorboard(folder, losses, offloaded=False):
 
 def report(*arguments):
     """Run `bridge-fgo report`; return its status, and what it printed, in one line."""
-    done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    assert done.exit_code in (0, 1, 2), done.output
-    return done.exit_code, " ".join(done.output.split())
+    return run_command("report", *arguments)
 
 
 # --- runs with logs ---
 
 
-def test_equal_logs_have_a_sentence_each(tmp_path):
+def test_equal_logs_have_a_sentence_each_also_if_only_this_packages_peaks_were_logged(tmp_path):
     resident = tensorboard(tmp_path / "resident", LOSSES)
     offloaded = tensorboard(tmp_path / "offloaded", LOSSES, offloaded=True)
     recomputed = tensorboard(tmp_path / "recomputed", LOSSES)
@@ -70,15 +67,11 @@ def test_equal_logs_have_a_sentence_each(tmp_path):
         "recomputed against resident: 0 B less GPU memory"
     )
     assert "steps 0.0% slower" in printed and "cross_entropy" not in printed
-
-
-def test_a_resident_run_that_is_measured_is_compared_by_its_peaks_alone(tmp_path):
-    """Neither job has `logger.log_memory_to_tensorboard=True`."""
     runs = [
         log(tmp_path / name, {LOSS: [1.0] * 4} | {f"{OURS}{tag}": [nbytes * GB] * 4 for tag, nbytes in figures.items()})
         for name, figures in {
-            "resident": {"peak_forward_backward_bytes": 48, "peak_step_bytes": 30, "released_bytes": 0},
-            "offloaded": {"peak_forward_backward_bytes": 28, "planned_peak_bytes": 29, "released_bytes": 20},
+            "measured": {"peak_forward_backward_bytes": 48, "peak_step_bytes": 30, "released_bytes": 0},
+            "moved": {"peak_forward_backward_bytes": 28, "planned_peak_bytes": 29, "released_bytes": 20},
         }.items()
     ]
     status, printed = report(*runs)
@@ -100,14 +93,7 @@ def test_the_first_different_step_is_named_and_a_run_beside_is_shown_and_need_no
     assert "hybrid against resident: 0 B less GPU memory" in printed
 
 
-def test_a_log_of_this_package_without_a_gpus_peaks_is_of_a_cpu():
-    offloaded = {f"{OURS}{name}": {1: 1.0} for name in STATS}
-    assert Run(name="a", is_fp32=True, scalars=offloaded).on_cpu
-    assert not Run(name="a", is_fp32=True, scalars={**offloaded, f"{OURS}peak_step_bytes": {1: 1.0}}).on_cpu
-    assert not Run(name="a", is_fp32=True, scalars={LOSS: {1: 1.0}}).on_cpu, "that is not known"
-
-
-def test_runs_of_one_name_are_called_by_their_paths_from_the_folder_in_common_and_one_alone_is_an_error(tmp_path):
+def test_runs_of_one_name_are_called_by_their_paths_and_one_alone_is_an_error(tmp_path):
     resident, offloaded = (tensorboard(tmp_path / name, [1.0]) for name in ("resident/tb", "offloaded/tb"))
     printed = report(resident, offloaded)[1]
     assert printed.startswith("offloaded/tb against resident/tb: ") and str(tmp_path) not in printed
@@ -122,20 +108,18 @@ def test_runs_on_a_cpu_tell_nothing_of_speed(tmp_path):
     )
     status, printed = report(*runs)
     assert status == 0 and "CPU: no speed" in printed and "slower (" not in printed
-
-
-@pytest.mark.parametrize("name", ["events.out.tfevents", "events.out.tfevents-1"])
-def test_a_log_may_have_another_name(tmp_path, name):
-    log(tmp_path, {LOSS: [2.0, 1.0]})
-    (file,) = tmp_path.iterdir()
-    file.rename(tmp_path / name)
-    assert load(tmp_path).scalars[LOSS] == {1: 2.0, 2: 1.0}
+    offloaded = {f"{OURS}{name}": {1: 1.0} for name in STATS}
+    assert Run(name="a", is_fp32=True, scalars=offloaded).on_cpu
+    assert not Run(name="a", is_fp32=True, scalars={**offloaded, f"{OURS}peak_step_bytes": {1: 1.0}}).on_cpu
+    assert not Run(name="a", is_fp32=True, scalars={LOSS: {1: 1.0}}).on_cpu, "that is not known"
 
 
 def test_of_a_step_that_was_run_again_the_last_value_counts_and_steps_that_the_newest_lacks_are_out(tmp_path):
     tensorboard(tmp_path, [3.0, 2.0, 1.0])
     with SummaryWriter(str(tmp_path), filename_suffix=".then") as writer:
         writer.add_scalar(LOSS, 7.0, 3)
+    oldest, _ = sorted(tmp_path.iterdir())[:2]
+    oldest.rename(tmp_path / "events.out.tfevents-1")  # a log may have another name
     run = load(tmp_path)
     assert run.scalars[LOSS] == {1: 3.0, 2: 2.0, 3: 7.0}
     assert not any("samples" in tag for tag in run.scalars), "their steps are samples"
@@ -249,15 +233,12 @@ def wandb(monkeypatch):
     return module
 
 
-def test_a_run_of_wandb_has_the_numbers_that_it_logged_to_the_last_bit(wandb):
+def test_a_run_of_wandb_has_its_numbers_to_the_last_bit_and_what_cannot_be_read_is_named(wandb, monkeypatch, tmp_path):
     run = load("wandb:me/project/abc")
     loss = run.scalars.pop("lm loss")
     assert run.scalars == {"bridge_fgo/released_bytes": {1: 1000.0, 2: 2000.0}}, "without W&B's own and over samples"
     assert (loss[1], loss[3]) == (1.0, 0.1) and math.isnan(loss[2])
     assert (run.name, run.is_fp32) == ("abc", False)
-
-
-def test_what_of_wandb_cannot_be_read_is_told_by_name(wandb, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="wandb:me/project/other: no such run"):
         load("wandb:me/project/other")
     wandb.rows = []

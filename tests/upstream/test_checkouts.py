@@ -56,12 +56,6 @@ def test_a_binding_that_no_longer_fits_is_named_and_fails_the_run(checkouts):
     assert "it has no parameter model, optimizer any more" in done.stdout
 
 
-def test_what_is_no_checkout_is_said(tmp_path):
-    done = run(tmp_path, tmp_path)
-    assert done.returncode == 2
-    assert "has no megatron/bridge" in done.stdout
-
-
 MOVED = ("train", "setup", "eval", "train_megatron_mimo", "setup_megatron_mimo")
 """Modules of Bridge's training that lie in Megatron-LM's, in a checkout in which upstream has begun to move them."""
 WHICH_AND_TESTS = """

@@ -4,8 +4,6 @@
 installed; a test holds them against it.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import json
@@ -71,7 +69,7 @@ def ask_builder(
 def kept_answer(
     target: str, gpus: int | None, offload: dict[str, Any], vocab_size: int | None, overrides: Sequence[str] | None
 ) -> dict[str, Any] | None:
-    """Return what the builder answers to the same request; None where it has to be asked.
+    """Return what the builder answers to the same request; None if it has to be asked.
 
     That is for what is no recipe of this project, for a job that differs from the recipe by more than the offload's
     flag or settings that change no answer, and where another Megatron is installed than the answer is of. Where none is
@@ -89,7 +87,7 @@ def kept_answer(
 
 
 def _read_overrides(overrides: Sequence[str]) -> dict[str, Any] | None:
-    """Return by name what overrides set of the offload; None where one is of something else, or for Bridge to read."""
+    """Return by name what overrides set of the offload; None if one is of something else, or for Bridge to read."""
     found: dict[str, Any] = {}
     for override in overrides:
         name, _, text = override.partition("=")
@@ -112,7 +110,7 @@ def kept_installation() -> dict[str, Any]:
 
 
 def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] | None) -> None:
-    """Raise ValueError where a saved config, or a recipe that is kept, cannot be laid out on that many GPUs.
+    """Raise ValueError if a saved config, or a recipe that is kept, cannot be laid out on that many GPUs.
 
     What passes may still be refused: only the builder knows other targets, and what overrides make of the layout.
     """
@@ -130,7 +128,7 @@ def refuse_gpus_at_once(target: str, gpus: int | None, overrides: Sequence[str] 
 
 
 def config_at_once(target: str) -> dict[str, Any]:
-    """Return the sections of a saved config's settings, or of a recipe's that is kept; {} where they are not known."""
+    """Return the sections of a saved config's settings, or of a recipe's that is kept; {} if they are not known."""
     return require_saved_config(Path(target)) if is_saved_config(target) else (_kept(target) or {}).get("config", {})
 
 

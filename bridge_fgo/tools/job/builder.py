@@ -9,8 +9,6 @@ object on stdout; whatever Megatron prints goes to stderr. With torch's fake pro
 of the same config.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib
@@ -28,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from bridge_fgo.bridge.compat import TRANSFORMER, as_named_in
+from bridge_fgo.bridge.compat import CHUNKED_FLAG, FLAG, TRANSFORMER, as_named_in
 from bridge_fgo.bridge.refusals import uses_fsdp
 from bridge_fgo.recipes.overrides import overridden
 from bridge_fgo.recipes.process import forget_attention_backend
@@ -80,7 +78,7 @@ def begin(stack: contextlib.ExitStack, request: dict[str, Any]) -> dict[str, Any
 
 
 def examine(request: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the job; ValueError where there is none, or it cannot be built."""
+    """Return what is known of the job; ValueError if there is none, or it cannot be built."""
     config, gpus = load_config(request["target"], request["overrides"])
     gpus_given = request["gpus"] or gpus
     gpus = parallel_of(config, gpus_given).gpus
@@ -168,13 +166,22 @@ def recomputations(config: Any, gpus: int) -> Iterator[tuple[str, list[str] | st
             yield name, refusal(kind) if taken is None else [*taken]
 
 
+def as_if_set(optimizer_config: Any) -> tuple[bool, Any]:
+    """Return whether an OptimizerConfig has anything in a flag but False, and one like it whose flag is set."""
+    asked = any(getattr(optimizer_config, name, False) is not False for name in (FLAG, CHUNKED_FLAG))
+    result = copy.copy(optimizer_config)
+    if not asked:
+        setattr(result, FLAG, True)
+    return asked, result
+
+
 def offload_of(config: Any, offload: dict[str, Any]) -> dict[str, Any]:
     """Return whether the config asks for the offload, its refusals with the flag set, the engine and the settings.
 
-    ValueError where the config's settings are refused, or are others than those of `offload`.
+    ValueError if the config's settings are refused, or are others than those of `offload`.
     """
     from bridge_fgo import OffloadConfig
-    from bridge_fgo.bridge.compat import as_if_set, choose_engine
+    from bridge_fgo.bridge.compat import choose_engine
     from bridge_fgo.bridge.refusals import all_refusals
     from bridge_fgo.bridge.settings import settings_of
 
@@ -276,7 +283,7 @@ def with_adapters(peft: Any, chunks: list[Any]) -> list[Any]:
 
 
 def set_vocabulary(config: Any, vocab_size: int | None) -> None:
-    """Give the model the tokenizer's vocabulary, which is not loaded here; ValueError where nobody says its size."""
+    """Give the model the tokenizer's vocabulary, which is not loaded here; ValueError if nobody says its size."""
     if config.model.vocab_size is not None:
         return
     size = getattr(config.tokenizer, "vocab_size", None) or vocab_size

@@ -1,7 +1,5 @@
 """A training job as `plan` and `doctor` know it: its settings, its size and each stage's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -26,22 +24,22 @@ class Job:
 
     config: SimpleNamespace  # sections of settings as namespaces; dtypes are `torch.dtype`s
     parallel: Parallel
-    stages: list[list[Chunk]]  # of each pipeline stage its model chunks; empty where Bridge refuses the config
+    stages: list[list[Chunk]]  # of each pipeline stage its model chunks; empty if Bridge refuses the config
     source: str  # "Megatron-Bridge's model builder", with the versions where its answer is kept
     offload: OffloadConfig = field(default_factory=OffloadConfig)  # in force, from the command line and the config
     flag: bool = False  # whether the config asks for the offload
     refusals: list[str] = field(default_factory=list)  # why this package refuses it with the flag set
-    engine: str | None = None  # that would serve it; None where it is refused
+    engine: str | None = None  # that would serve it; None if it is refused
     bridge_refuses: str | None = None  # why Bridge itself refuses the config
     gpus_given: bool = True  # whether the user or the recipe says on how many GPUs; else `parallel` is of the fewest
-    held: list[Held] = field(default_factory=list)  # by stage, by mcore's own layout; empty where that is not known
+    held: list[Held] = field(default_factory=list)  # by stage, by mcore's own layout; empty if that is not known
     not_held: str = ""  # why it is not
     # of kinds of recomputation that Bridge does not take as they are: what has to be turned off, or why it refuses them
     recomputations: dict[str, list[str] | str] = field(default_factory=dict)
 
     @property
     def gpus_note(self) -> str:
-        """What is assumed where the number of GPUs was not given; "" where it was."""
+        """What is assumed where the number of GPUs was not given; "" if it was."""
         return "" if self.gpus_given else f"on {self.parallel.gpus} GPUs, the fewest it can have; give --gpus"
 
     @property

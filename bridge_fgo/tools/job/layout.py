@@ -4,8 +4,6 @@ Bridge wraps the model chunks and builds their optimizer as `pretrain()` does; t
 there are. Runs in the builder, whose process groups do nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -154,7 +152,7 @@ class Bucket:
 
     unit: int | None  # number of the layer that is gathered with it, None outside of layers
     numel: int  # the group's elements
-    parameters: int  # of its part, or of all where that is not spread
+    parameters: int  # of its part, or of all if that is not spread
     gradients: int  # likewise
     weights: int  # of the temporary buckets in which weights are gathered
     reduced: int  # of those in which gradients wait to be reduced

@@ -3,8 +3,6 @@
 `python tests/tools/setting_names.py` keeps them anew; a test holds them against the installed Bridge.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ def refuse_overrides_at_once(target: str, overrides: Sequence[str] | None) -> No
 
 
 def _as_option(name: str) -> str:
-    """Return how what is no override is given; "" where that is not known."""
+    """Return how what is no override is given; "" if that is not known."""
     if name in NAMES:
         return f"write optimizer.{SETTINGS}.{name}=VALUE"
     return f"write --{name.replace('_', '-')} VALUE" if name in OPTIONS else ""
@@ -60,7 +58,7 @@ def _has(names: Names | None, parts: list[str]) -> bool:
 
 
 def _known(target: str) -> Names:
-    """Return what may be overridden of a target's config; {} where that is not known."""
+    """Return what may be overridden of a target's config; {} if that is not known."""
     kept = read()
     is_bridges = target in RECIPES or target in config_functions() or target.startswith("megatron.")
     if installed_versions() not in ({}, kept["versions"]) or not (is_bridges or is_saved_config(target)):

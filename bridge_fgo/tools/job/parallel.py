@@ -1,10 +1,7 @@
 """The parallelism of a job: how many ranks share its parameters and states."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in
@@ -19,7 +16,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Parallel:
-    """The parallelism of a job; ValueError where the ranks cannot be shared like that."""
+    """The parallelism of a job; ValueError if the ranks cannot be shared like that."""
 
     gpus: int
     tensor: int
@@ -89,31 +86,30 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
     sizes = {name: size(name, default=1) for name in SIZES}
     instances = sizes["ddp.num_distributed_optimizer_instances"]
 
-    def laid_out(gpus: int) -> Parallel:
-        parallel = Parallel(gpus, tensor, pipeline, context, expert, expert_tensor, instances)
+    on_fewest = Parallel(fewest, tensor, pipeline, context, expert, expert_tensor, instances)
+    if gpus is None:
+        return on_fewest
+    try:
+        parallel = replace(on_fewest, gpus=gpus)
         if why := batch_refusal(config, parallel):
             raise ValueError(f"--gpus {gpus}: {why}")
         return parallel
-
-    if gpus is None:
-        return Parallel(fewest, tensor, pipeline, context, expert, expert_tensor, instances)
-    try:
-        return laid_out(gpus)
     except ValueError as error:
         most = max(gpus + fewest, fewest * sizes["train.global_batch_size"] // sizes["train.micro_batch_size"])
         first = gpus // fewest * fewest
         below, above = range(first, 0, -fewest), range(first + fewest, most + 1, fewest)
-        near = [next((str(count) for count in counts if _works(laid_out, count)), "") for counts in (below, above)]
+        near = [next((str(n) for n in counts if goes_with(n, on_fewest, config)), "") for counts in (below, above)]
         do = f"; {' or '.join(filter(None, near))} GPUs would do" if any(near) else ""
         raise ValueError(f"{error}{do}") from None
 
 
-def _works(laid_out: Callable[[int], Parallel], gpus: int) -> bool:
+def goes_with(gpus: int, layout: Parallel, config: Any) -> bool:
+    """Return whether so many GPUs have the ranks of a layout, and the global batch their replicas."""
     try:
-        parallel = laid_out(gpus)
+        parallel = replace(layout, gpus=gpus)
     except ValueError:
         return False
-    return not parallel.stage_ranks % parallel.optimizer_instances
+    return not batch_refusal(config, parallel) and not parallel.stage_ranks % parallel.optimizer_instances
 
 
 def batch_refusal(config: Any, parallel: Parallel) -> str:

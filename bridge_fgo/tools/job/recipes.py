@@ -1,7 +1,5 @@
 """Makes Bridge's ConfigContainer of the recipe or the saved run config that a user names."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os
@@ -32,7 +30,7 @@ NOT_THE_USERS = ("<", str(Path(__file__).parents[2]), str(Path(hf_config.__file_
 """How the files of this package begin in a traceback, and those of an import."""
 
 OF_TRAINING = ("tokenizer", "timers")
-"""Bridge's `setup()` sets objects under these names, of which a checkpoint saves the class alone."""
+"""Bridge's `setup()` sets objects under these names; a checkpoint saves the class alone."""
 
 
 def load_config(target: str, overrides: Sequence[str] = ()) -> tuple[Any, int | None]:

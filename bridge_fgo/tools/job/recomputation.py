@@ -1,7 +1,5 @@
 """Kinds of recomputation and activation offload that `plan --recommend` compares, as changes of a job's config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in
@@ -23,7 +21,7 @@ TURNED_OFF = ((), OVERLAP_OFF, GRAPHS_OFF, OVERLAP_OFF + GRAPHS_OFF)  # tried in
 
 
 def recomputed_modules(model: Any) -> set[str]:
-    """Return what selective recomputation does again; nothing where there is none."""
+    """Return what selective recomputation does again; nothing if there is none."""
     is_on = getattr(model, "recompute_granularity", None) == "selective"
     return {*(getattr(model, "recompute_modules", None) or ["core_attn"])} if is_on else set()
 

@@ -4,8 +4,6 @@
 `plan` says.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator, Sequence
@@ -32,7 +30,7 @@ def keep(table: dict[str, Any]) -> None:
 
 
 def lines(words: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the table's lines, of the recipes whose names have each of the words; ValueError where there are none."""
+    """Yield the table's lines, of the recipes whose names have each of the words; ValueError if there are none."""
     table = read()
     rows = {name: row for name, row in table["rows"].items() if all(word.lower() in name for word in words)}
     if not rows:

@@ -1,7 +1,5 @@
 """What can be told of a job's name before torch and Megatron are imported, which takes some 15 s."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Sequence
@@ -28,7 +26,7 @@ def is_saved_config(target: str) -> bool:
 
 
 def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
-    """Raise ValueError where importing `target` need not be tried: there is none, or it cannot be built here."""
+    """Raise ValueError if importing `target` need not be tried: there is none, or it cannot be built here."""
     _, folder = without_folder(overrides or ())
     module, _, function = target.rpartition(":")
     package = module.partition(".")[0]
@@ -121,7 +119,7 @@ def gpus_of(name: str) -> int | None:
 
 
 def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Return overrides without `hf_config=DIR`, and that folder; ValueError where it has no config.json."""
+    """Return overrides without `hf_config=DIR`, and that folder; ValueError if it has no config.json."""
     given = [override for override in overrides if override.startswith("hf_config=")]
     folders = [Path(one.removeprefix("hf_config=")) for one in given]
     for one, folder in zip(given, folders, strict=True):
@@ -131,7 +129,7 @@ def without_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def require_saved_config(path: Path) -> dict[str, Any]:
-    """Return a saved ConfigContainer; raise ValueError where a file is not there, is no YAML, or is none."""
+    """Return a saved ConfigContainer; raise ValueError if a file is not there, is no YAML, or is none."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file")
     try:

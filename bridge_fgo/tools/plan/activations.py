@@ -16,8 +16,6 @@ Not counted: the transport buffers of token dispatchers, communication buffers, 
 (its activations are counted as 16-bit), CUDA graphs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,13 +105,13 @@ def workspace_bytes(job: Job) -> int:
 
 
 def activation_bytes(job: Job, stage: int) -> int | None:
-    """Return the peak of activations on a rank of a pipeline stage, in bytes; None where the model is not known."""
+    """Return the peak of activations on a rank of a pipeline stage, in bytes; None if the model is not known."""
     backward = backward_of(job, stage)
     return None if backward is None else backward.peak
 
 
 def backward_of(job: Job, stage: int) -> Backward | None:
-    """Return the activations of a pipeline stage's backwards; None where the model is not known.
+    """Return the activations of a pipeline stage's backwards; None if the model is not known.
 
     The moments are the loss, with no gradient yet, the output layer, and each layer, or layers that are recomputed
     together, as their backward begins; last the embedding.
@@ -186,7 +184,7 @@ def backward_of(job: Job, stage: int) -> Backward | None:
 
 
 def uncounted(config: Any) -> str:
-    """Return the setting with which activations are not counted, and its value; "" where they are."""
+    """Return the setting with which activations are not counted, and its value; "" if they are."""
     model = config.model
     for name in NOT_COUNTED:
         if value := getattr(model, name, None):
@@ -210,7 +208,7 @@ def adapters_of(config: Any) -> str | None:
 
 
 def pinned_bytes(job: Job, stage: int) -> int | None:
-    """Return the host bytes that are pinned for activations on a rank of a pipeline stage; None where not known.
+    """Return the host bytes that are pinned for activations on a rank of a pipeline stage; None if not known.
 
     In its first iteration mcore offloads every layer, the last too, of all microbatches in flight. Transformer Engine's
     layers are those of the one microbatch that it offloads at a time. Both copy each saved tensor by itself, into a

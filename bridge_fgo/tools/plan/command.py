@@ -1,7 +1,5 @@
 """`bridge-fgo plan`: from a recipe or a saved run config to tables or JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex
@@ -30,7 +28,7 @@ HUNDREDTHS = 100
 
 
 def run(settings: Settings, log: Log | None = None) -> int:
-    """Print the estimate; return 1 where training, or with phases `Residency`, would refuse the job, else 0.
+    """Print the estimate; return 1 if training, or with phases `Residency`, would refuse the job, else 0.
 
     Also 1 if settings of the offload are given that training would refuse once the flag is set, if the job does not fit
     and that is checked, or if no way to run a log's job fits.
@@ -145,7 +143,7 @@ class Shortage:
         return min(error.usable for error in self.log.errors) - self.uncounted
 
     def _stage(self, error: OutOfMemory) -> StageEstimate:
-        """Return the stage of an error; the fullest where that is not known."""
+        """Return the stage of an error; the fullest if that is not known."""
         stages, job = self.estimate.stages, self.estimate.job
         if error.rank is None or not job.gpus_given:
             return max(stages, key=lambda stage: stage.most(job.flag))

@@ -7,8 +7,6 @@ the traffic of the score matrices was taken off). Unfused attention also passes 
 times forward and 7 times backward. Not counted: communication, the optimizer's own update, FP8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +95,7 @@ class Compute:
 def compute_of(job: Job, system: str, forward: float | None = None, backward: float | None = None) -> Compute:
     """Return the compute time of a job's step on one of `SYSTEMS`.
 
-    Where the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
+    If the user knows the seconds of a microbatch's forward, the parts are scaled to it; its backward is twice that
     unless it is given too.
     """
     stages = (_stage(job, stage, system) for stage in range(job.parallel.pipeline))

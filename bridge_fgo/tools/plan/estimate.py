@@ -1,7 +1,5 @@
 """The memory of every rank of a job by component, with and without the offload, and the time on the link."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +37,7 @@ class StageEstimate:
     """The rank of a pipeline stage that needs the most memory, in bytes.
 
     parameters, gradients: with the padding of their buffers. other: workspaces, and what Megatron-FSDP gathers.
-    activations: None where not known. copies: host memory that mcore pins for those that it offloads.
+    activations: None if not known. copies: host memory that mcore pins for those that it offloads.
     away: of the states, what the settings offload. spared: by how much less gradients and activations are together with
     `OffloadConfig.gradients` than the sum of both; moving: bytes of gradients that leave between microbatches.
     count: trainable parameters that the rank computes with.
@@ -102,7 +100,7 @@ class LinkEstimate:
     link_seconds: one way of all that is copied, the slower. most_floor: the floor of the added step time with
     nothing to hide behind. floor: the same for the forward and backward that the user gave, or None.
     hidden_from: seconds of a microbatch's forward (its backward taken as twice that) from which the floor is 0.
-    Both are None where the activations, whose place copies need in forward and backward, are not known.
+    Both are None if the activations, whose place copies need in forward and backward, are not known.
     gradient_seconds: one way of the gradients that leave after a microbatch, while others return; one that takes as
     long hides them.
     """
@@ -152,10 +150,6 @@ class Estimate:
     def knows_activations(self) -> bool:
         """Whether the activations of all stages are known."""
         return all(stage.activations is not None for stage in self.stages)
-
-    def fullest_node(self, ranks: int) -> list[int]:
-        """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
-        return _fullest_node(self.pinned, ranks)
 
     @property
     def refusals(self) -> list[str]:
@@ -337,7 +331,7 @@ def _offloaded_bytes(states: StateBytes, activations: int | None, least: int, bu
 def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfig) -> list[str]:
     """Return the text of training's error where there is a budget that is below the least possible peak.
 
-    Where more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
+    If more GPUs may share the states, neither states that stay nor parts of them count: surely below, then.
     """
     budget = offload.gpu_memory_budget_bytes
     if budget is None:
@@ -351,7 +345,8 @@ def budget_refusals(job: Job, stages: list[StageEstimate], offload: OffloadConfi
     return [budget_refusal(budget, least, about="about ")] if least > budget else []
 
 
-def _fullest_node(pinned: list[int], ranks: int) -> list[int]:
+def fullest_node(pinned: list[int], ranks: int) -> list[int]:
+    """Return the bytes that each rank pins of the node of so many ranks that pins the most."""
     return max((pinned[first : first + ranks] for first in range(0, len(pinned), ranks)), key=sum)
 
 
@@ -368,13 +363,13 @@ def _link_estimate(
     loads: of each stage, the most bytes that a rank copies, and its activations. gradients: bytes of them that move,
     and how often they leave and return in a step.
     """
-    of_node = sum(_fullest_node(pinned, link.gpus))
+    of_node = sum(fullest_node(pinned, link.gpus))
     link = link.of_node_with(min(len(pinned), link.gpus))
     moving, times = gradients
     of_gradients = moving / link.duplex if times else 0.0
 
     def floor(forward: float, backward: float) -> float:
-        """Return the slowest stage's; where activations are not known, they are given no room."""
+        """Return the slowest stage's; if activations are not known, they are given no room."""
         of_states = max(
             floor_seconds(nbytes, link.d2h, link.h2d, link.duplex, backward, forward, 0.0, room or 0)
             for nbytes, room in loads
@@ -452,7 +447,7 @@ def notes_on_pinned(job: Job, stages: list[StageEstimate]) -> Iterator[str]:
 
 
 def not_counted(config: Any) -> str:
-    """Return the sentence that activations are not counted, and because of which setting where it is one."""
+    """Return the sentence that activations are not counted, with the setting that is the reason, if one is."""
     setting = uncounted(config)
     return f"activations are not counted {f'with {setting}' if setting else 'for this kind of model'}"
 

@@ -4,8 +4,6 @@ The error's text is PyTorch's (`c10/cuda/CUDACachingAllocator.cpp`). The setting
 as "Configuration Summary".
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -78,7 +76,7 @@ LIKE = 0.02
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """An error of a rank, in bytes; rank: None where the log does not say. phase: of training, or ""."""
+    """An error of a rank, in bytes; rank: None if the log does not say. phase: of training, or ""."""
 
     rank: int | None
     gpu: int

@@ -1,7 +1,5 @@
 """The options of `bridge-fgo plan`. Nothing here imports torch or Megatron."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -5,8 +5,6 @@ and where no masters tell them, a rank copies its own shard, and gets the others
 cross whole. All in the steady state, from the second cycle on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -192,7 +190,7 @@ def _told(job: Job, refusals: Mapping[str, str]) -> Iterator[str]:
 
 
 def _refusals(job: Job) -> Iterator[str]:
-    """Yield why `Residency` would refuse a job of which it is known what would move."""
+    """Yield why `Residency` would refuse a job whose moves are known."""
     yield from _told(job, REFUSED)
     ddp = job.config.ddp
     if is_layer_wise(job.config.optimizer) and ddp.overlap_param_gather and not ddp.use_distributed_optimizer:
@@ -203,7 +201,7 @@ def _refusals(job: Job) -> Iterator[str]:
 
 
 def _unplanned(job: Job) -> Iterator[str]:
-    """Yield why `Residency` would refuse a job of which it is not known what would move."""
+    """Yield why `Residency` would refuse a job whose moves are not known."""
     config: Any = job.config
     yield from _told(job, UNPLANNED)
     quantized = any(tensor.quantized for stage in job.stages for chunk in stage for tensor in chunk)

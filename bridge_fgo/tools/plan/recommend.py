@@ -1,7 +1,5 @@
 """`bridge-fgo plan --recommend`: the settings with which a job fits a system, and the fastest of them."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from bisect import bisect_left
@@ -14,7 +12,7 @@ from bridge_fgo.bridge.refusals import setting_refusals, uses_fsdp
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
-from bridge_fgo.tools.job.parallel import batch_refusal
+from bridge_fgo.tools.job.parallel import goes_with
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
 from bridge_fgo.tools.plan.activations import (
     adapters_of,
@@ -69,7 +67,7 @@ class Recommendation:
 
     choices: the first is the config as it is, with all on the GPU. advised: see `advised_of`. terms: what the times are
     made of. room: bytes that a peak may have. fewest: the way that fits on the fewest GPUs, with the same layout but
-    for data parallelism; None where none does, or where that is not known. command: that checks what is advised, or
+    for data parallelism; None if none does, or that is not known. command: that checks what is advised, or
     else the fewest.
     """
 
@@ -277,7 +275,7 @@ class Recommender:
             are_states_enough = fits
 
     def _why_gradients_stay(self, job: Job, moved: OffloadConfig) -> str:
-        """Return why gradients are not among what is compared; "" where they are."""
+        """Return why gradients are not among what is compared; "" if they are."""
         if self._offload.gradients:
             return f"OffloadConfig.gradients={self._offload.gradients!r} is part of every way with the offload"
         if refusal := next(iter(setting_refusals(job.config, moved)), ""):
@@ -318,7 +316,7 @@ class Recommender:
 
         parallel, train = self._job.parallel, config.train
         most = parallel.gpus // parallel.data * (train.global_batch_size // train.micro_batch_size)
-        counts = [gpus for gpus in range(1, 1 + most) if self._takes(gpus)]
+        counts = [gpus for gpus in range(1, 1 + most) if goes_with(gpus, parallel, config)]
         found = []
         for is_resident in (True, False):
             place = bisect_left(counts, True, key=lambda gpus, only=is_resident: best(gpus, only) is not None)
@@ -326,19 +324,11 @@ class Recommender:
         fewest = min(found, key=lambda way: (way.gpus, way.step), default=None)
         return [way for way in dict.fromkeys(found) if way not in choices], fewest
 
-    def _takes(self, gpus: int) -> bool:
-        """Return whether the job's layout goes with so many GPUs, and its global batch with their replicas."""
-        try:
-            parallel = replace(self._job.parallel, gpus=gpus)
-        except ValueError:
-            return False
-        return not batch_refusal(self._job.config, parallel) and not parallel.stage_ranks % parallel.optimizer_instances
-
     def _recomputations(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """Return kinds of recomputation, and activation offload, other than the config's own; and why some are not."""
         model = self._job.config.model
         is_of_experts = bool(getattr(model, "num_moe_experts", None))
-        other = "MLP recomputed" if is_of_experts else "experts recomputed"  # of which there are none
+        other = "MLP recomputed" if is_of_experts else "experts recomputed"  # there are none
         found = {name: kind for name, kind in kinds(model).items() if name != other and told(model, kind)}
         unsuited: dict[str, str] = {}
         if self._activations is not None:

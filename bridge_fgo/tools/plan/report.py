@@ -1,7 +1,5 @@
 """A job's estimate as tables and as one JSON object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """What the ranks of a job hold, and the bytes of their optimizer states by the engine's own arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bridge_fgo.bridge.refusals import MUONS, uses_fsdp
-from bridge_fgo.config import STRATEGIES, OffloadConfig
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.layout import PartBytes, PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.memory.remainders import Remainders
@@ -18,6 +16,8 @@ from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
 
 META = torch.device("meta")
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,12 @@ def sum_of(
         offloaded += [state for bundle in chosen for state in bundle.states]
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         parts += layouts
-        host_bytes -= sum(slab.layout.nbytes for part in layouts for slab in part.slabs)
-        masters_held += 0 if divides else sum(map(written_back_bytes, layouts))
+        of_source = [slab for part in layouts for slab in part.slabs]
+        host_bytes -= sum(slab.layout.nbytes for slab in of_source)
+        masters_held += 0 if divides else sum(slab.layout.nbytes for slab in of_source if slab.written_back)
+    slabs = [slab for part in parts for slab in part.slabs]
     # Storages that others hold views of leave whole, with bytes that no state has.
-    whole = [slab for part in parts for slab in part.slabs if any(state.home is not None for state in slab.states)]
+    whole = [slab for slab in slabs if any(state.home is not None for state in slab.states)]
     padding = sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
     sizes = [size_of(part) for part in parts]
     return StateBytes(
@@ -82,7 +84,7 @@ def sum_of(
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
         tuple(size.transit_bytes for size in sizes),
-        sum(map(copied_bytes, parts)),
+        sum(slab.codec.link_bytes for slab in slabs),
         masters_held,
     )
 
@@ -91,16 +93,6 @@ def size_of(part: PartLayout) -> PartBytes:
     """Return the bytes of the slabs of a part, and the most GPU memory that they hold, which is on their way."""
     nbytes = sum(slab.layout.nbytes for slab in part.slabs)
     return PartBytes(nbytes, nbytes + sum(slab.codec.staging_bytes for slab in part.slabs))
-
-
-def copied_bytes(part: PartLayout) -> int:
-    """Return the bytes that a copy of a part's slabs takes over the link."""
-    return sum(slab.codec.link_bytes for slab in part.slabs)
-
-
-def written_back_bytes(part: PartLayout) -> int:
-    """Return the bytes of a part's slabs whose states are copied to the model's weights after the update."""
-    return sum(slab.layout.nbytes for slab in part.slabs if slab.written_back)
 
 
 def states_of_ranks(job: Job, offload: OffloadConfig, ranks_of_node: int) -> list[list[StateBytes]]:
@@ -163,5 +155,5 @@ def _require_known_states(job: Job) -> None:
 
 
 def is_served_by_mcore(job: Job, offload: OffloadConfig) -> bool:
-    """Return whether mcore's own offloader would serve the job; where it is refused, as the settings say."""
+    """Return whether mcore's own offloader would serve the job; if it is refused, as the settings say."""
     return (job.engine or offload.engine).startswith("mcore")

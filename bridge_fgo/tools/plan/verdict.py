@@ -1,12 +1,10 @@
 """Whether a job fits: peaks against the memory of the systems that people train on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bridge_fgo.tools.plan.estimate import UNTRIED, Estimate
+from bridge_fgo.tools.plan.estimate import UNTRIED, Estimate, fullest_node
 from bridge_fgo.tools.plan.systems import SYSTEMS
 
 HOPPER = ("GH200", "H200", "H100")
@@ -47,7 +45,7 @@ class Verdict:
 
 
 def verdicts(estimate: Estimate) -> list[Verdict]:
-    """Return the verdict on each of the estimate's systems; on all where it has a speed alone."""
+    """Return the verdict on each of the estimate's systems; on all if it has a speed alone."""
     asked = {row.link.name: row.link.gpus for row in estimate.links}
     if not asked.keys() <= SYSTEMS.keys():
         asked = {name: system.link.gpus for name, system in SYSTEMS.items()}
@@ -56,7 +54,7 @@ def verdicts(estimate: Estimate) -> list[Verdict]:
 
 def _verdict(estimate: Estimate, system: str, gpus: int) -> Verdict:
     of_host, room = SYSTEMS[system].host_bytes, estimate.room or SYSTEMS[system].room
-    flag, pinned = estimate.job.flag, sum(estimate.fullest_node(gpus))
+    flag, pinned = estimate.job.flag, sum(fullest_node(estimate.pinned, gpus))
     resident, offloaded = estimate.resident_peak, estimate.offloaded_peak
     why = ""
     if flag and estimate.refusals:

@@ -2,7 +2,7 @@
 
 mcore creates tensors on `torch.cuda.current_device()` or "cuda", uses streams, and reads `Tensor.type()` to tell
 dtypes apart. What computes is real: Bridge, mcore, torch, gloo collectives, and torch's AdamW, which mcore takes by
-itself where Transformer Engine is absent (`bridge_fgo.tools.standins.hollow`).
+itself if Transformer Engine is absent (`bridge_fgo.tools.standins.hollow`).
 """
 
 from __future__ import annotations

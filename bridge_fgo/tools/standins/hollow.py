@@ -8,8 +8,6 @@
 Nothing hollow computes: calling or instantiating any of it raises.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys
@@ -59,7 +57,7 @@ class HollowModule(ModuleType):
 def import_bridge() -> None:
     """Import mcore as if Transformer Engine were not there, then Bridge with the hollow one. Idempotent.
 
-    RuntimeError where mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
+    RuntimeError if mcore was imported with Transformer Engine, whose Adam steps only CUDA tensors.
     """
     top = TRANSFORMER_ENGINE[0]
     if isinstance(sys.modules.get(top), HollowModule):
@@ -70,7 +68,7 @@ def import_bridge() -> None:
             "the CPU arm in a process of its own"
         )
     names = TRANSFORMER_ENGINE if importlib.util.find_spec(NVRX[0]) else (*TRANSFORMER_ENGINE, *NVRX)
-    sys.modules[top] = None  # type: ignore[assignment]  (whoever imports it gets a ModuleNotFoundError)
+    sys.modules[top] = None  # type: ignore[assignment]  (its import raises ModuleNotFoundError)
     try:
         for name in IMPORTED_WITHOUT_TRANSFORMER_ENGINE:
             importlib.import_module(f"megatron.core.{name}")

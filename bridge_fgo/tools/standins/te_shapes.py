@@ -7,8 +7,6 @@ taken from it (2.17). mamba_ssm and deep_ep stand in too: mcore asks for them an
 Nothing here computes. To be installed before Megatron is imported, in a process of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys
@@ -233,7 +231,7 @@ class ShapesFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Put the shapes in Transformer Engine's place from now on; RuntimeError where Megatron is imported already."""
+    """Put the shapes in Transformer Engine's place from now on; RuntimeError if Megatron is imported already."""
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: shapes need a process of their own")
     sys.meta_path.insert(0, ShapesFinder())

@@ -4,8 +4,6 @@ Hollow packages have a class for each name that is asked for. To derive from one
 use of it. `torch.compile` compiles nothing: it would import the compiler as it decorates mcore's functions.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder

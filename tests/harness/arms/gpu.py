@@ -23,15 +23,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge_fgo.config import STRATEGIES
+from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import process, tiny
-from bridge_fgo.tools.options import add_offload_options, offload_config
+from bridge_fgo.tools.options import OPTIONS, settings
+from bridge_fgo.tools.plan.state import STRATEGIES
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 ON_CPU = {"layers": 2, "hidden": 128, "heads": 4, "vocab": 256, "seq": 32, "gbs": 4}  # defaults of sizes there
 LAYER_WISE_CHUNK_MIB = 512  # that mcore's step of Muon brings to the GPU at a time, as a part of this package's
+
+
+def add_offload_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the options to an argparse parser."""
+    for option in OPTIONS:
+        if option.is_switch:
+            parser.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=option.help)
+        else:
+            read = option.read if option.words else option.kind
+            parser.add_argument(option.flag, type=read, choices=option.choices or None, help=option.help)
+
+
+def offload_config(namespace: argparse.Namespace) -> OffloadConfig:
+    """Return the settings in the namespace of a parser with `add_offload_options`."""
+    return OffloadConfig(**settings(vars(namespace)))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

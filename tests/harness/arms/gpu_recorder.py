@@ -22,7 +22,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 import bridge_fgo
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.figures import GRADIENT_FIGURES, Stats
-from bridge_fgo.memory.meters import COMMON_POOL
+from bridge_fgo.memory.meters import is_graphs, segments
 from harness.arms.final_state import (
     digests_by_parameter,
     digests_of_ranks,
@@ -35,23 +35,10 @@ from harness.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
 SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "save_steps")
-ADDITIONS = 20_000
-"""Additions of one loop: 0.5 to 1 ms. Long beside the clock's resolution, short beside a step of half a second and
-beside the tens of milliseconds for which a scheduler lets a process run."""
-
 COPIES = {"Memcpy DtoH": "d2h", "Memcpy HtoD": "h2d"}
 STEP = "bridge_fgo step"
 MEMORY_ENTRIES = 2_000_000
 PHASES = ("forward_backward", "step")  # what the package tells the peaks of apart
-
-
-def host_loop_seconds() -> float:
-    """Return the seconds of a loop of Python that allocates nothing: the speed of a host that others use, too."""
-    started = time.perf_counter()
-    total = 0
-    for number in range(ADDITIONS):
-        total += number
-    return time.perf_counter() - started
 
 
 class PhaseClock:
@@ -206,7 +193,6 @@ class ArmRecorder(Callback):
         self.figures: dict[str, Any] = {"first_step_peak_bytes": None, "base_bytes": 0, "graph_pool_bytes": 0}
         """Of the result, in bytes; `graph_pool_bytes` is what CUDA graphs have for themselves in the last step."""
         self.series: dict[str, list[Any]] = {name: [] for name in SERIES}  # of the result, a value a step
-        self.host_loops: list[float] = []
         self.trace: StepTrace | None = None
         self.turns: TurnTaker | None = None
 
@@ -253,10 +239,6 @@ class ArmRecorder(Callback):
             context.state.cfg.train.train_iters -= measured - self.step
             measured = self._options.steps = self.step
             self._clock.last = self.step
-        if self.step <= measured:
-            # Between the last step's end and this one's begin, so that it is in neither's seconds. Of the phases
-            # `rest` has it, and copies go on meanwhile: a thousandth of a step, in all arms alike.
-            self.host_loops.append(host_loop_seconds())
         if self.step == measured + 1 and self._options.save is not None:
             context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
         if self.step == measured + self._options.extra_steps + 1:
@@ -340,9 +322,8 @@ class ArmRecorder(Callback):
         }
         self.peaks = {name: max(self.peaks.get(name, 0), value) for name, value in newest.items()}
         if self.step == self._options.steps:
-            segments = torch.cuda.memory_snapshot()  # takes too long for every step
-            pools = [s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != COMMON_POOL]
-            self.figures["graph_pool_bytes"] = sum(pools)
+            pools = filter(is_graphs, segments())  # takes too long for every step
+            self.figures["graph_pool_bytes"] = sum(segment["total_size"] for segment in pools)
 
     @override
     def on_train_end(self, context: Any) -> None:
@@ -353,8 +334,6 @@ class ArmRecorder(Callback):
         if self.trace is not None:
             self.trace.end(self._options.trace if self.writer is not None else None)
         digests, state_bytes = self.final_digests(context)
-        phases = gather(self._clock.medians())
-        host_loops = gather(self.host_loops)
         if self.writer is None:
             return
         stats = bridge_fgo.stats()
@@ -368,9 +347,7 @@ class ArmRecorder(Callback):
             pinned_bytes=figure(stats, "pinned_bytes"),
             pin_seconds=figure(stats, "pin_seconds"),
             **{name: figure(stats, name) for name in GRADIENT_FIGURES},
-            host_loop_seconds_of_ranks=host_loops,
-            phase_seconds=phases[0],
-            phase_seconds_of_ranks=phases,
+            phase_seconds=self._clock.medians(),
             **self.series,
             **self.figures,
             **{f"peak_{name}_bytes": value for name, value in peaks.items()},

@@ -174,9 +174,6 @@ class Settings:
 def run(settings: Settings) -> int:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
 
-    Each arm times a short loop of Python before each step, which tells whether the hosts were equally fast: where they
-    were not, compare arms with --in-turn.
-
     Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
     """
     import torch

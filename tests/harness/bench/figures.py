@@ -18,33 +18,22 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bridge_fgo.tools.plan.systems import floor_seconds
-from harness.arms.runner import FIRST_COUNTED_STEP, ArmRun, compare
+from harness.arms.runner import FIRST_COUNTED_STEP, ArmRun, Event, compare
 from harness.arms.turns import WARM_UP
 
-RAW = ("step_seconds", "between_seconds", "host_loop_seconds_of_ranks", "save_steps")
+RAW = ("step_seconds", "between_seconds", "save_steps")
 """Fields of an arm's result that tell which steps count and what a save adds. They are the whole step's seconds, those
-from the end of `train_step()` to the next step, a loop time of each rank, and which steps end with a save."""
+from the end of `train_step()` to the next step, and which steps end with a save."""
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step. host_loop: seconds of its slowest rank's loop, and turn: its number; None where there is none."""
-
-    seconds: float
-    host_loop: float | None
-    turn: int | None
-
-
-def warm_steps(run: ArmRun) -> list[Step]:
-    """Return the steps of an arm that are neither cold nor disturbed by a save."""
+def warm_steps(run: ArmRun) -> list[Event]:
+    """Return the events of an arm's steps that are neither cold nor disturbed by a save."""
     found = []
     saves = run.result.get("save_steps", [])
-    of_ranks = run.result.get("host_loop_seconds_of_ranks")
-    loops = itertools.repeat(None) if of_ranks is None else map(max, zip(*of_ranks, strict=True))
-    for (before, _), (event, loop) in itertools.pairwise(zip(run.steps, loops, strict=False)):
+    for before, event in itertools.pairwise(run.steps):
         is_cold = event["step"] < FIRST_COUNTED_STEP or not event.get("turn") == before.get("turn") != WARM_UP
         if not is_cold and event["step"] not in saves and event["step"] - 1 not in saves:
-            found.append(Step(event["seconds"], loop, event.get("turn")))
+            found.append(event)
     return found
 
 
@@ -79,10 +68,6 @@ def _step(row: Row) -> str:
     return _range(row.step_seconds, row.step_seconds_min, row.step_seconds_max, 3)
 
 
-def _host_loop(row: Row) -> str:
-    return "-" if row.host_loop_seconds is None else _range(*(1e3 * each for each in row.host_loop_seconds), digits=2)
-
-
 def _equal(row: Row) -> str:
     return {True: "yes", False: "NO", None: "-"}[row.bitwise_equal]
 
@@ -92,7 +77,7 @@ class Row:
     """The measured figures of one arm; None for what is not known or not asked.
 
     Seconds and bytes are rank 0's, S is its optimizer state in bytes. Step times, added time and E are of the steps
-    that count; phases, E of copies and the floor are medians over all steps from the seventh on.
+    that count; phases and the floor are medians over all steps from the seventh on.
     """
 
     arm: str = _column("arm", "what was trained; see the bench's README", "{}")
@@ -100,19 +85,8 @@ class Row:
     step_seconds: float = _column("step, s", "median (min-max) seconds of the steps that count", _step)
     step_seconds_min: float
     step_seconds_max: float
-    host_loop_seconds: tuple[float, float, float] | None = _column(
-        "host loop, ms",
-        "median (min-max) of a short loop of Python before each step: the host's speed, over all steps from the 7th on",
-        _host_loop,
-    )
-    """Of each step's slowest rank."""
     added_seconds: float = _column("added, s", "by how much the step is longer than the resident arm's", "{:.3f}")
     e: float | None = _column("E", "added time over the time in which S, the optimizer state, crosses the link once")
-    e_of_copies: float | None = _column(
-        "E of copies",
-        "E of the phases in which copies run: without the other forwards, which tell the host's speed only; of several "
-        "ranks, of the one that waits least for others",
-    )
     floor_e: float | None = _column(
         "floor E", "the least E that this step and this link allow for the bytes that were copied"
     )
@@ -192,12 +166,9 @@ def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: boo
     def saved(kind: str) -> float:
         return (base[f"peak_{kind}_bytes"] - mine[f"peak_{kind}_bytes"]) / base["state_bytes"]
 
-    steps = warm_steps(run)
-    seconds = [step.seconds for step in steps]
+    seconds = [step["seconds"] for step in warm_steps(run)]
     median = statistics.median(seconds)
-    added = median - statistics.median(step.seconds for step in warm_steps(resident))
-    copies, others = beside_copies(mine), beside_copies(base)
-    loops = [step.host_loop for step in steps if step.host_loop is not None]
+    added = median - statistics.median(step["seconds"] for step in warm_steps(resident))
     first_two = [sum(event["seconds"] for event in each.steps[:2]) for each in (run, resident)]
     return Row(
         arm=run.name,
@@ -205,10 +176,8 @@ def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: boo
         step_seconds=median,
         step_seconds_min=min(seconds),
         step_seconds_max=max(seconds),
-        host_loop_seconds=(statistics.median(loops), min(loops), max(loops)) if loops else None,
         added_seconds=added,
         e=None if is_resident else as_e(added),
-        e_of_copies=None if is_resident or copies is None or others is None else as_e(copies - others),
         floor_e=as_e(least_added(base, mine, link)) if mine["released_bytes"] else None,
         forward_seconds=mine["phase_seconds"].get("forward"),
         rest_seconds=mine["phase_seconds"].get("rest"),
@@ -224,18 +193,6 @@ def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: boo
         save_stall_seconds=save_stall_seconds(run, median),
         rounds=({name: mine[name] for name in RAW if name in mine},),
     )
-
-
-def beside_copies(result: dict[str, Any]) -> float | None:
-    """Return the seconds of the phases of a step in which copies run, less one forward.
-
-    Of the rank for which that is shortest: in these phases the others wait for the slowest's gradients and weights.
-    """
-    names = ("first_forward", "forward", "rest")
-    of_ranks = [[phases.get(name) for name in names] for phases in result["phase_seconds_of_ranks"]]
-    if any(None in times for times in of_ranks):  # of a pipeline
-        return None
-    return min(first - other + rest for first, other, rest in of_ranks)
 
 
 def share(seconds: list[float], of: float) -> float | None:
@@ -266,22 +223,16 @@ class ArmRounds:
 
     arm: str
     seconds: tuple[float, ...]  # median of the steps that count, which are all of a turn but its first
-    host_loop_seconds: tuple[float, ...]  # median of their slowest ranks' loop; () where nobody timed it
     compared_with: str  # name of the arm that this one is compared with
     ratio: tuple[float, ...]  # `seconds` over those of that arm
     added_seconds: float  # median over rounds of what is added to that arm's
     e: float | None  # that over S / link; None for a resident arm
 
 
-def medians(run: ArmRun) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the median seconds of a step and of its host loop, in each round in order."""
-    seconds, loops = [], []
-    for _, of_round in itertools.groupby(warm_steps(run), lambda step: step.turn):
-        steps = list(of_round)
-        seconds.append(statistics.median(step.seconds for step in steps))
-        timed = [step.host_loop for step in steps if step.host_loop is not None]
-        loops += [statistics.median(timed)] if timed else []
-    return tuple(seconds), tuple(loops)
+def medians(run: ArmRun) -> tuple[float, ...]:
+    """Return the median seconds of a step in each round, in order."""
+    rounds = itertools.groupby(warm_steps(run), lambda step: step.get("turn"))
+    return tuple(statistics.median(step["seconds"] for step in of_round) for _, of_round in rounds)
 
 
 def rounds_of(
@@ -293,14 +244,14 @@ def rounds_of(
     """
     of_arms = {name: medians(run) for name, run in runs.items()}
     found: list[ArmRounds] = []
-    for name, (seconds, loops) in of_arms.items():
+    for name, seconds in of_arms.items():
         is_resident = compared_with[name] == name
         other = next(iter(runs)) if is_resident else compared_with[name]
-        pairs = list(zip(seconds, of_arms[other][0], strict=True))
+        pairs = list(zip(seconds, of_arms[other], strict=True))
         added = statistics.median(mine - others for mine, others in pairs)
         e = added * min(link["d2h"], link["h2d"]) / runs[other].result["state_bytes"]
         ratio = tuple(mine / others for mine, others in pairs)
-        found.append(ArmRounds(name, seconds, loops, other, ratio, added, None if is_resident else e))
+        found.append(ArmRounds(name, seconds, other, ratio, added, None if is_resident else e))
     return found
 
 
@@ -315,14 +266,10 @@ def faster(arms: list[ArmRounds], residents: set[str]) -> list[str]:
 
 
 def table_of_rounds(arms: list[ArmRounds]) -> list[list[str]]:
-    """Return the cells, a round a row, an arm a column: seconds of a step, ratio, host loop in ms."""
-    cells = [["round", *(f"{arm.arm}: s, ratio, loop ms" for arm in arms)]]
+    """Return the cells, a round a row, an arm a column: seconds of a step and ratio."""
+    cells = [["round", *(f"{arm.arm}: s, ratio" for arm in arms)]]
     for number in range(len(arms[0].seconds)):
-        row = [str(number + 1)]
-        for arm in arms:
-            loop = f"{1e3 * arm.host_loop_seconds[number]:.2f}" if arm.host_loop_seconds else "-"
-            row.append(f"{arm.seconds[number]:.3f}  {arm.ratio[number]:.3f}  {loop}")
-        cells.append(row)
+        cells.append([str(number + 1), *(f"{arm.seconds[number]:.3f}  {arm.ratio[number]:.3f}" for arm in arms)])
     over = [f"{statistics.median(arm.seconds):.3f}  {statistics.median(arm.ratio):.3f}" for arm in arms]
     cells.append(["median", *over])
     cells.append(["E by rounds", *("-" if arm.e is None else f"{arm.e:.2f}" for arm in arms)])

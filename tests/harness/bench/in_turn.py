@@ -91,7 +91,7 @@ class InTurn:
                 self._take_turns(order_of(names, done), done, self.turn_steps)
                 longest = max(longest, time.monotonic() - before)
                 running = {name: process.arm for name, process in self._processes.items() if process.is_running()}
-                newest = ", ".join(f"{name} {medians(arm)[0][-1]:.3f} s" for name, arm in running.items())
+                newest = ", ".join(f"{name} {medians(arm)[-1]:.3f} s" for name, arm in running.items())
                 self.tell(f"round {done} of {self.rounds}: {newest}")  # known also where no end is reached
             self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
         return self._results, self._failures
