@@ -75,7 +75,8 @@ CASES = {
     "newer checkpoint": Case("the checkpoint of step 4 is newer than the kept step 3", before=4),
     "poisoned step": Case("2 starts from step 4 have failed", deaths=3),
     "lost node": Case("rank 1 has none, as its node or its keeper was lost", ranks=2),
-    "lost keeper": Case("Connection refused", changes={"keeper": "of nobody"}),
+    "lost keeper": Case("Connection refused", changes={"keeper": "lost"}),
+    "full keeper": Case("raise its --memory-gib", changes={"keeper": "full"}),
 }
 
 
@@ -86,7 +87,8 @@ def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(t
     plain = Job(whole, ranks=case.ranks, steps=7, is_fused=True)
     if not whole.exists():
         assert run(plain) == [0] * case.ranks
-    with Kept(f"{unique}.0"):
+    changes = {name: f"{unique}.{each}" if name == "keeper" else each for name, each in case.changes.items()}
+    with Kept(f"{unique}.0"), Kept(f"{unique}.full", limit=2**20):
         job = survives(plain, tmp_path / "killed", f"{unique}.{{rank}}")
         saved = str(tmp_path / "saved")
         job = dataclasses.replace(job, tries=2, arm=(*job.arm, *SAVES, saved, "--load", saved))
@@ -95,7 +97,7 @@ def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(t
             for _ in range(case.deaths):
                 assert any(run(dataclasses.replace(job, end=end)))
         with Kept(f"{unique}.1"):  # of a node that replaces a lost one
-            run(job := dataclasses.replace(job, **case.changes))
+            run(job := dataclasses.replace(job, **changes))
     found = seen(job)
     assert case.line in found.logs[0], found.logs[0][-3000:]
     assert "the newest checkpoint is loaded" in found.logs[0] or "since the newest checkpoint" in found.logs[0]
