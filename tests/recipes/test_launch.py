@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import nemo_run as run
 import pytest
@@ -168,6 +169,14 @@ def test_what_does_not_fit_is_a_line_that_names_it_and_launches_nothing(launch, 
         launch("--factory", "tiny", *words.split())
     assert str(ended.value).startswith("pretrain: ")
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_nobody_expects_ends_with_its_traceback_and_status_1(launch, monkeypatch, capsys):
+    monkeypatch.setattr(Job, "executor", Mock(side_effect=RuntimeError("of the executor")))
+    with pytest.raises(SystemExit, match="1"):
+        launch("--factory", "tiny", "--dryrun")
+    printed = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in printed and "RuntimeError: of the executor" in printed
 
 
 def test_the_users_executor_goes_before_the_recipes(launch, monkeypatch):

@@ -51,6 +51,7 @@ COMMANDS = [
     ("plan tiny --fraction 9", 2, "bridge-fgo plan: OffloadConfig.fraction=9.0", LIGHT),
     ("doctor llama3_70b_pretrain_64gpu_h100_bf16_config train.train_itres=3", 2, "bridge-fgo doctor: overrides "
      "train.train_itres=3: there is no setting train.train_itres; did you mean train.train_iters?", LIGHT),
+    ("plan tiny fraction=0.5", 2, "bridge-fgo plan: overrides fraction=0.5: write optimizer.offload.fraction=", LIGHT),
     ("plan llama3_70b_64gpu gpus=64", 2, "bridge-fgo plan: overrides gpus=64: write --gpus VALUE", LIGHT),
     ("plan tiny optimizer.offload.gpu_memory_budget_gib=80GB", 2, "bridge-fgo plan: OffloadConfig.gpu_memory_budget_gib"
      "='80GB': use a number of GiB above 0, 'auto' or None", LIGHT),
