@@ -146,7 +146,7 @@ def test_each_row_refuses_its_combination_alone_by_name_and_says_what_to_do(cfg,
             assert [row.text_for(run)] == list(all_refusals(cfg, run.settings)), changes
             with pytest.raises(ValueError, match=re.escape(row.text_for(run))):
                 refuse_config(cfg, run.settings)
-            names = [name for name in row.names if re.fullmatch(r"\w+\.\w+", name)]
+            names = [name for name in (row.setting, *row.beside) if re.fullmatch(r"\w+\.\w+", name)]
             assert names and all(
                 f"{compat.as_named_in(cfg.model, name)}={run[name]!r}" in row.text_for(run) for name in names
             )
