@@ -308,7 +308,7 @@ def _watch_poison(monkeypatch, order):
     poison, poison_stale = debug._poison, debug.DebugTransfers._poison_stale
 
     def poisons(slab):
-        for kind, memory in (("whole", slab.gpu), ("staging", slab.staging)):
+        for kind, memory in (("whole", slab.gpu), ("staging", getattr(slab, "staging", None))):
             if memory is not None:
                 order.write((kind, slab))
         poison(slab)

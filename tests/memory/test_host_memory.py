@@ -111,7 +111,7 @@ def test_ranks_of_a_node_are_asked_for_what_they_need_together(needs, rank, refu
 def test_a_refusal_has_the_bytes_of_the_node_and_what_to_do_and_clean_page_cache_is_no_reason(host, tmp_path):
     refusal = host_memory_refusal(on_one_host(81), 0)
     assert f"has {100 * GIB} bytes, {80 * GIB} of them free" in refusal
-    assert "at most 0.98 times as many: lower" in refusal  # not rounded up, which would be refused again
+    assert "at most 0.98 times as many: set" in refusal  # not rounded up, which would be refused again
     assert f"the node has {50 * GIB} bytes" in host_memory_refusal(in_containers(46, 20), 0)
     (tmp_path / "meminfo").write_text(f"MemTotal: {2000 * 2**20} kB\nMemAvailable: {1900 * 2**20} kB\n")
     host(1800 * GIB, current=1790 * GIB, inactive_file=10 * GIB, active_file=1550 * GIB)

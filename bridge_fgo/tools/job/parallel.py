@@ -6,6 +6,9 @@ from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in
 
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
+
 SIZES = (
     "train.micro_batch_size", "train.global_batch_size", "model.seq_length", "model.num_layers",
     "model.hidden_size", "model.num_attention_heads", "model.num_query_groups",

@@ -14,10 +14,9 @@ from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.state_tensor import Bundle, State
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
+from bridge_fgo.tools.job.parallel import STRATEGIES
 
 META = torch.device("meta")
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Values of `ddp.data_parallel_sharding_strategy`; each shards what the one before does, and one thing more."""
 
 
 @dataclass(frozen=True)

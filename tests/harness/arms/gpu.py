@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import process, tiny
+from bridge_fgo.tools.job.parallel import STRATEGIES
 from bridge_fgo.tools.options import OPTIONS, settings
-from bridge_fgo.tools.plan.state import STRATEGIES
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

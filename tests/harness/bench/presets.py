@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bridge_fgo.tools.plan.state import STRATEGIES
+from bridge_fgo.tools.job.parallel import STRATEGIES
 
 DENSE = "--layers 24 --hidden 2048 --ffn 8192 --heads 16"  # 1.64B parameters
 EXPERTS = "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --experts 16 --topk 2"  # experts over all GPUs
