@@ -18,10 +18,10 @@ from fake_optimizer import make_distributed_optimizer, step
 from fake_training import Training, masters_of
 from stream_order import install
 
-from bridge_fgo.bridge import state_wrappers
+from bridge_fgo.bridge import patch, state_wrappers
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines import checkpoints
-from bridge_fgo.engines.lease import LEASE, Attachment
+from bridge_fgo.engines.lease import Attachment
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import LentStorage, SharedHostBuffer, shared_copy
@@ -202,7 +202,7 @@ def test_each_of_two_optimizers_that_are_saved_at_once_hands_out_its_own_states_
     assert training.residencies == {SlabState.RELEASED}
 
 
-def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops():
+def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(monkeypatch):
     training = made()
     (source,), (param, *_) = training.sources, masters_of(training.optimizers[0])
 
@@ -212,8 +212,9 @@ def test_a_checkpoints_state_dict_does_not_have_te_read_states_that_mcore_drops(
         def get_unscaled_state(self, param, name):
             return self.state[param][name].float() + 1  # reads: of released memory
 
-    lease = SimpleNamespace(attachment=lambda _: Attachment(training.engine, source))
-    distributed = SimpleNamespace(optimizer=Adam(), **{LEASE: lease})
+    for module in (state_wrappers, patch):
+        monkeypatch.setattr(module, "attachment_of", lambda _: Attachment(training.engine, source))
+    distributed = SimpleNamespace(optimizer=Adam())
 
     def state_dict():
         return distributed.optimizer.get_unscaled_state(param, "exp_avg")
