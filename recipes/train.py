@@ -17,7 +17,7 @@ import typer
 
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig, needing_offload
-from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory import max_connections
 from bridge_fgo.recipes import catalog, hf_config, process
 from bridge_fgo.recipes.hf_config import Choice
 from bridge_fgo.recipes.overrides import refuse_without_value
@@ -92,7 +92,7 @@ def prepare(
     for variable, value in recipe.environment.items():
         os.environ.setdefault(variable, value)
     if config is not None:
-        copy_queues.keep_enough()  # `install` is too late: `is_available` has CUDA read it
+        max_connections.keep_enough()  # `install` is too late: `is_available` has CUDA read it
     import torch
 
     on_cpu = not torch.cuda.is_available()

@@ -26,7 +26,7 @@ import wrapt
 from bridge_fgo.bridge import framework_names
 from bridge_fgo.bridge.settings import set_installed_config
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory import max_connections
 from bridge_fgo.memory.undo import undo_on_error
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Installation:
         self._waiting.clear()
         set_installed_config(None)
         if self.keeps_queues:
-            copy_queues.take_back()
+            max_connections.take_back()
             self.keeps_queues = False
 
 
@@ -176,7 +176,7 @@ def install(config: OffloadConfig | None = None, frameworks: str | Iterable[str]
     installation.add_frameworks(names)
     with undo_on_error(installation.undo):
         installation.apply_loaded()
-    installation.keeps_queues = copy_queues.keep_enough()
+    installation.keeps_queues = max_connections.keep_enough()
     installation.calls = 1
     _installation = installation
     set_installed_config(installation.config)

@@ -28,7 +28,7 @@ from bridge_fgo.engines.lease import EngineLease, shareable_leases
 from bridge_fgo.engines.native import NativeEngine, make_transfers
 from bridge_fgo.engines.ranks import collectives, host_share, make_engine, on_every_rank, pin_on_every_rank
 from bridge_fgo.figures import Figures, Stats
-from bridge_fgo.memory import copy_queues
+from bridge_fgo.memory import max_connections
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
 from bridge_fgo.memory.undo import undo_on_error
 from bridge_fgo.offload.profile import Mark
@@ -303,7 +303,7 @@ class Session:
             f"{readable(engine.planned_bytes)} of {readable(engine.state_bytes)} a rank offloaded, "
             f"{pinned}, stays resident: {stays}"
         )
-        if shortage := copy_queues.shortage():
+        if shortage := max_connections.shortage():
             say(shortage)
 
     def _add_waits(self) -> None:

@@ -13,10 +13,11 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
+from bridge_fgo.memory.auto_budget import AutoBudget
 from bridge_fgo.memory.guard import own
 from bridge_fgo.memory.host_buffer import HostBuffer, page_lock
 from bridge_fgo.memory.layout import copied_whole
-from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, Traffic, block_rounding
+from bridge_fgo.memory.meters import PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
@@ -60,7 +61,7 @@ class NativeEngine(CheckpointingEngine):
         in_capture = "a CUDA graph is being captured: call bridge_fgo.reload_states() before"
         self.traffic.touches.refusals.append(lambda: in_capture if transfers.capturing() else "")
         self.schedule = schedule = Schedule(
-            transfers, meter, config.gpu_memory_budget_bytes, DeviceRoom(meter) if budget == "auto" else None
+            transfers, meter, config.gpu_memory_budget_bytes, AutoBudget(meter) if budget == "auto" else None
         )
         schedule.ledger.block_bytes = block_rounding(device)
         remainders = Remainders(device)

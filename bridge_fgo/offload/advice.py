@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from bridge_fgo.memory.meters import DeviceRoom, PeakMeter, StepClock
+from bridge_fgo.memory.auto_budget import AutoBudget
+from bridge_fgo.memory.meters import PeakMeter, StepClock
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.transfers import Transfers
 
@@ -70,7 +71,7 @@ class Advice:
         if (waited := self._clock.seconds()) is None:
             return ""
         rate, self._sent = self._sent / seconds, 0
-        most, now = DeviceRoom(self._meter).budget_bytes() // 2**30, peak / 2**30
+        most, now = AutoBudget(self._meter).budget_bytes() // 2**30, peak / 2**30
         budgets = [gib for more in MORE_GIB if (gib := math.ceil(now) + more) <= most]
         saved = [min(waited, (gib - now) * 2**30 / rate) for gib in budgets]
         if waited < LEAST_SECONDS or not budgets:

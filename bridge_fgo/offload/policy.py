@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 from bridge_fgo.config import readable
+from bridge_fgo.memory.auto_budget import AutoBudget
 from bridge_fgo.memory.layout import PartBytes
-from bridge_fgo.memory.meters import DeviceRoom
 from bridge_fgo.offload.profile import HoldPlan, MemoryProfile
 
 MOST_PROFILES = 8
@@ -76,7 +76,7 @@ class HoldPolicy:
     out in training.
     """
 
-    def __init__(self, budget_bytes: int | None = None, room: DeviceRoom | None = None) -> None:
+    def __init__(self, budget_bytes: int | None = None, room: AutoBudget | None = None) -> None:
         self.budget_bytes = budget_bytes
         self._device_room = room
         self.margin_bytes = 0  # the least margin below the limit, a few parts; see `_margin`

@@ -38,7 +38,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby, takewhile
 from operator import attrgetter
 
-from bridge_fgo.memory.meters import DeviceRoom, Ledger, PeakMeter
+from bridge_fgo.memory.auto_budget import AutoBudget
+from bridge_fgo.memory.meters import Ledger, PeakMeter
 from bridge_fgo.memory.slab import Part, Slab, SlabState, decode_together, encode_together
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.policy import HoldPlan, HoldPolicy
@@ -57,7 +58,7 @@ class Schedule:
     """
 
     def __init__(
-        self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None, room: DeviceRoom | None = None
+        self, transfers: Transfers, meter: PeakMeter, budget_bytes: int | None = None, room: AutoBudget | None = None
     ) -> None:
         self.ledger = Ledger()
         self.transfers = transfers

@@ -8,7 +8,7 @@ import sys
 import pytest
 from gpu_lane import NEEDS_CUDA
 
-from bridge_fgo.memory.copy_queues import OF_ALL, OF_COPIES
+from bridge_fgo.memory.max_connections import OF_ALL, OF_COPIES
 
 RAN_ON = "one H200"
 
@@ -22,7 +22,7 @@ if "late" in sys.argv:
 if len(sys.argv) > 1:
     import bridge_fgo
     bridge_fgo.install()
-from bridge_fgo.memory.copy_queues import shortage
+from bridge_fgo.memory.max_connections import shortage
 from bridge_fgo.memory.transfers import Lane
 from bridge_fgo.memory.cuda_driver import Copier, Event
 nbytes = 2**30

@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 import bridge_fgo
-from bridge_fgo.memory import copy_queues
-from bridge_fgo.memory.copy_queues import OF_ALL, OF_COPIES
+from bridge_fgo.memory import max_connections
+from bridge_fgo.memory.max_connections import OF_ALL, OF_COPIES
 
 
 @pytest.fixture(autouse=True)
@@ -23,37 +23,37 @@ def environment(monkeypatch):
 def use_cuda(monkeypatch, is_initialized):
     status = 0 if is_initialized else 3  # the driver's answer before `cuInit`
     driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
-    monkeypatch.setattr(copy_queues.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    monkeypatch.setattr(max_connections.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(None, "8"), ("1", "8"), ("32", "32"), ("many", "8"), ("0", "8")])
 def test_copies_keep_as_many_queues_as_without_the_variable_of_kernels(environment, asked, kept):
     if asked is not None:
         environment.setenv(OF_ALL, asked)
-    assert copy_queues.keep_enough()
+    assert max_connections.keep_enough()
     assert os.environ[OF_COPIES] == kept
     assert os.environ.get(OF_ALL) == asked  # kernels start in the order of their launches
-    assert copy_queues.shortage() is None
-    copy_queues.take_back()
+    assert max_connections.shortage() is None
+    max_connections.take_back()
     assert OF_COPIES not in os.environ
 
 
 def test_a_number_of_the_users_stays_and_if_cuda_is_in_use_a_shortage_is_said(environment):
     environment.setenv(OF_COPIES, "2")
-    assert not copy_queues.keep_enough()
+    assert not max_connections.keep_enough()
     assert os.environ[OF_COPIES] == "2"
-    assert "CUDA_DEVICE_MAX_COPY_CONNECTIONS=2" in copy_queues.shortage()
+    assert "CUDA_DEVICE_MAX_COPY_CONNECTIONS=2" in max_connections.shortage()
     environment.delenv(OF_COPIES)
     environment.setenv(OF_ALL, "1")
     use_cuda(environment, is_initialized=True)
-    assert not copy_queues.keep_enough()
+    assert not max_connections.keep_enough()
     assert OF_COPIES not in os.environ
-    said = copy_queues.shortage()
+    said = max_connections.shortage()
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in said
     assert "export CUDA_DEVICE_MAX_COPY_CONNECTIONS=8" in said
     environment.undo()
-    environment.setattr(copy_queues.ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: cannot open")))
-    assert not copy_queues.driver_has_begun()
+    environment.setattr(max_connections.ctypes, "CDLL", mock.Mock(side_effect=OSError("libcuda.so.1: cannot open")))
+    assert not max_connections.driver_has_begun()
 
 
 def test_install_sets_it_and_uninstall_takes_it_back_but_for_a_number_that_the_user_set(monkeypatch, cpu_standins):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from fake_training import WHOLE, Meter, Training, use_small_parts
 
-from bridge_fgo.memory.meters import GROWTH, LEAST_MARGIN, MOST_HOLES, DeviceMemory, DeviceRoom, PeakMeter
+from bridge_fgo.memory.auto_budget import GROWTH, LEAST_MARGIN, MOST_HOLES, AutoBudget
+from bridge_fgo.memory.meters import DeviceMemory, PeakMeter
 from bridge_fgo.memory.slab import SlabState
 
 GIB = 2**30
@@ -25,12 +26,12 @@ class Device(PeakMeter):
 
 
 def test_the_budget_is_all_but_what_others_have_and_the_margin_and_no_more_than_pytorch_may_take():
-    assert DeviceRoom(Device()).budget_bytes() == 138 * GIB - 140 * GIB // LEAST_MARGIN
-    assert DeviceRoom(Device(reserved=56 * GIB)).budget_bytes() == 138 * GIB - 6 * GIB
-    assert DeviceRoom(Device(reserved=90 * GIB)).budget_bytes() == 138 * GIB - 140 * GIB // MOST_HOLES
+    assert AutoBudget(Device()).budget_bytes() == 138 * GIB - 140 * GIB // LEAST_MARGIN
+    assert AutoBudget(Device(reserved=56 * GIB)).budget_bytes() == 138 * GIB - 6 * GIB
+    assert AutoBudget(Device(reserved=90 * GIB)).budget_bytes() == 138 * GIB - 140 * GIB // MOST_HOLES
     meter = Device()
     meter.allowed = 42 * GIB
-    assert DeviceRoom(meter).budget_bytes() == 42 * GIB - 140 * GIB // LEAST_MARGIN
+    assert AutoBudget(meter).budget_bytes() == 42 * GIB - 140 * GIB // LEAST_MARGIN
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_what_pytorch_may_take_is_asked_for_where_it_tells(monkeypatch, backend,
 def test_the_margin_grows_where_the_allocator_had_to_give_back_what_it_caches():
     meter = Device()
     meter.retries = 3  # of the checkpoint's load
-    room = DeviceRoom(meter)
+    room = AutoBudget(meter)
     first = room.budget_bytes()
     assert not room.runs_short()
     meter.retries = 4
