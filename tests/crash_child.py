@@ -1,5 +1,6 @@
 """Trainings by Bridge's own `pretrain()` that are ended at any instruction and started again, and one that never is."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -93,6 +94,7 @@ OPTIONS = (
 
 def attempt(rank: int, job: Job, port: int) -> None:
     """Train as a rank, until the training is over or `job.end` ends this process. Leaves its events in RANK.jsonl."""
+    os.setpgid(0, 0)
     file = os.open(job.folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1), os.dup2(file, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -313,6 +315,9 @@ def run(job: Job, patience: float = 300.0, start=children.start) -> list[int]:
                 rank.kill()
         for rank in ranks:
             rank.join(0.02)
+    for rank in ranks:  # what a save of a killed rank has started waits for ever: the server of a queue, of 0.6 GB
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)
     return [rank.exitcode for rank in ranks]
 
 
