@@ -325,7 +325,7 @@ def _gradients_in(buffer: Any, bucket: Any) -> list[torch.Tensor]:
 
 
 def _views_of(buffer: Any) -> Views:
-    views = Views(buffer.grad_data, users=2)  # by itself, and by a storage that is asked for
+    views = Views(buffer.grad_data, users=2, is_owners=False)  # by itself, and by a storage that is asked for
     for bucket in buffer.buckets:
         views.add([bucket.grad_data, *_gradients_in(buffer, bucket)])
     return views

@@ -17,6 +17,7 @@ import gc
 import os
 import pickle
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -71,6 +72,11 @@ class Guard:
                 vars(tensor)[GUARD] = self._touched
                 tensor.__class__ = _guarded(type(tensor))
                 self._tensors.append(tensor)
+
+    def touch_if_others(self, tensor: torch.Tensor) -> None:
+        """Touch a tensor if another guard guards it."""
+        if is_guarded(tensor) and vars(tensor).get(GUARD) is not self._touched:
+            _touch(tensor)
 
     def take_off(self) -> None:
         """Guard nothing any more."""
@@ -201,6 +207,7 @@ class Touches:
     """Counts the bytes that came back because code used offloaded states, and says where that code is."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()  # held by a touch: PyTorch lets other threads run amid one
         self.nbytes = 0  # that came back, in the whole run
         # each returns why nothing may come back now, and what to call; empty if it may
         self.refusals: list[Callable[[], str]] = []
@@ -264,11 +271,13 @@ class Views:
     objects of the process finds them, and those of all other `Views`: 0.15 s for 800,000 objects. Frozen ones
     (`gc.freeze`) are not found, nor what C++ holds alone.
 
-    `own` is a tensor on the storage, which the owner alone uses; `users` is how many users are not others'.
+    `own` is a tensor on the storage, which the owner alone uses if `is_owners`; `users` is how many users are not
+    others'. Several `Views` may have one storage: states that others have put into one tensor.
     """
 
-    def __init__(self, own: torch.Tensor, users: int | None = None) -> None:
+    def __init__(self, own: torch.Tensor, users: int | None = None, is_owners: bool = True) -> None:
         self._own, self._storage = own, own.untyped_storage()
+        self._is_owners = is_owners
         self._more = _users(self._storage) if users is None else users  # users beside those that are listed
         self._list((), ())
         _views.add(self)
@@ -316,21 +325,26 @@ def _alive(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
 
 def look_for(views: Iterable[Views]) -> None:
     """Find the tensors on some storages, if any are not known."""
-    stale = {each._storage._cdata: each for each in views if not each.are_known()}
+    stale: dict[int, list[Views]] = {}
+    for each in views:
+        if not each.are_known():
+            stale.setdefault(each._storage._cdata, []).append(each)
     found: dict[int, list[torch.Tensor]] = {place: [] for place in stale}
+    owners = {id(each._own) for each in _views if each._is_owners}
     with own():
         for each in gc.get_objects() if stale else ():
             if issubclass(type(each), torch.Tensor):
                 local = getattr(each, "_local_tensor", each)  # of a DTensor
                 place = local.untyped_storage()._cdata if torch._C._has_storage(local) else None
-                if place in found and each is not stale[place]._own:
+                if place in found and id(each) not in owners:
                     found[place].append(each)
-    for place, of in stale.items():
-        owners = _alive(of._of_owner)
-        ids = {id(tensor) for tensor in owners}
-        others = [view for view in found[place] if id(view) not in ids]
-        of._list(owners, others)
-        of._more = _users(of._storage) - len(owners) - len(others)
+    for place, several in stale.items():
+        for of in several:
+            mine = _alive(of._of_owner)
+            ids = {id(tensor) for tensor in (*mine, of._own)}
+            others = [view for view in found[place] if id(view) not in ids]
+            of._list(mine, others)
+            of._more = _users(of._storage) - len(mine) - len(others)
 
 
 def first_byte(tensor: torch.Tensor) -> int:

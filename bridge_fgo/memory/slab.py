@@ -131,6 +131,12 @@ class SlabStateMachine(ABC):
 
     def _touched(self, tensor: torch.Tensor) -> None:
         """Make the states readable and writable for whoever touches a tensor of them, or raise RuntimeError."""
+        with self.touches.lock:
+            if self.state is SlabState.RESIDENT:
+                return self._take_off_guard()
+            self._bring(tensor)
+
+    def _bring(self, tensor: torch.Tensor) -> None:
         was_away = self.state is SlabState.RELEASED
         if refusal := self.touches.refusal():
             raise RuntimeError(f"{self.name_of(tensor)} was used, and its memory is away: {refusal}")
@@ -371,6 +377,9 @@ class Slab(SlabStateMachine):
 
     def _bind(self, gpu: torch.Tensor, copy: bool) -> bool:
         """Make `gpu` (uint8 [nbytes]) the memory behind every tensor, its bytes copied or not; return if it was not."""
+        for state in self.states if copy else ():
+            if (tensor := state.read()) is not None and not self.holds(tensor):
+                self._guard.touch_if_others(tensor)  # it has changed places with one of a slab that is offloaded
         address = gpu.data_ptr()
         strangers = [
             (state, tensor, offset)
@@ -381,20 +390,23 @@ class Slab(SlabStateMachine):
             state.check_size(tensor)
         self._live_in(gpu)
         if copy and strangers:
-            self._leave_to_others([(state, offset) for state, _, offset in strangers])
+            moved = [tensor for _, tensor, _ in strangers if self.holds(local(tensor))]
+            self._leave_to_others([(state, offset) for state, _, offset in strangers], moved)
         # Each is known by itself, and by the storage that is asked for. All first: one look finds the views of all.
-        views = [Views(tensor, users=2) for _, tensor, _ in strangers if copy]
+        views = [Views(tensor, users=2, is_owners=False) for _, tensor, _ in strangers if copy]
         moving = [
             (view, offset + first_byte(view) - first_byte(tensor))
             for others, (_, tensor, offset) in zip(views, strangers, strict=False)
             for view in others.find()
             if view is local(view) and lies_in(view, tensor)
         ]
+        # Of states that have changed places within the slab the one that is copied first would overwrite another.
+        kept = {id(tensor): tensor.clone() for _, tensor, _ in strangers if copy and self.holds(local(tensor))}
         for state, tensor, offset in strangers:
             home = gpu[offset : offset + state.nbytes].view(tensor.dtype).view(tensor.shape)
             if copy:
                 first = state.take_first()
-                home.copy_(tensor if first is None else first)
+                home.copy_(kept.get(id(tensor), tensor) if first is None else first)
             tensor.data = home
         for view, place in moving:
             rebind(view, gpu.untyped_storage(), place)
@@ -404,14 +416,18 @@ class Slab(SlabStateMachine):
             self._views.add((tensor for _, tensor, _ in strangers), others)
         return bool(strangers)
 
-    def _leave_to_others(self, places: list[tuple[State, int]]) -> None:
-        """Have views of what was in the place of some states, which others have put elsewhere, keep it elsewhere."""
+    def _leave_to_others(self, places: list[tuple[State, int]], moved: list[torch.Tensor]) -> None:
+        """Have views of what was in the place of some states, which others have put elsewhere, keep it elsewhere.
+
+        Views of states that have `moved` within the slab follow these.
+        """
         assert self._views is not None and self.gpu is not None
         self._views.keep(tensor for state in self.states if (tensor := state.read()) is not None and self.holds(tensor))
         views = self._views.find()
         for state, offset in places if views else ():
             place = self.gpu[offset : offset + state.nbytes]
-            if inside := [view for view in views if view is local(view) and lies_in(view, place)]:
+            stays = [view for view in views if not any(lies_in(view, each) for each in moved)]
+            if inside := [view for view in stays if view is local(view) and lies_in(view, place)]:
                 kept = place.clone().untyped_storage()
                 for view in inside:
                     rebind(view, kept, first_byte(view) - offset)
@@ -474,7 +490,11 @@ class Slab(SlabStateMachine):
                 raise StillShared(
                     f"{self.states[0].name!r} cannot be emptied: something (numpy, another process) shares its memory"
                 )
-            self._bind(torch.empty_like(self.gpu), copy=False)
+            views, gpu = [] if self._views is None else self._views.find(), torch.empty_like(self.gpu)
+            self._bind(gpu, copy=False)
+            for view in views:
+                if view is local(view):
+                    rebind(view, gpu.untyped_storage(), first_byte(view))
         empty(self._storage, AWAY)
         self._empty_staging()
 

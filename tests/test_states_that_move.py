@@ -1,0 +1,135 @@
+"""States that change places, share memory or are read by several threads train on bitwise, and so do views of them."""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from both import OPTIMIZERS, PACKED, WHOLE, both, steps
+
+from bridge_fgo.bridge.session import SESSION
+
+pytestmark = pytest.mark.usefixtures("cpu_standins")
+
+RAN_ON = "CPU"
+PAIRS = [(0, 3), (1, 2), (5, 17), (6, 18), (9, 11), (10, 22)]  # within a slab, and of slabs that hold one state each
+
+
+def inner(run):
+    return getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0].optimizer
+
+
+def masters(run):
+    parameters = [p for chunk in run.model for p in chunk.parameters() if p.requires_grad]
+    return [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
+
+
+def entries(run):
+    adam = inner(run)
+    return [adam.state[p] for group in adam.param_groups for p in group["params"]]
+
+
+def states(run):
+    return [*masters(run), *(entry[name] for entry in entries(run) for name in ("exp_avg", "exp_avg_sq"))]
+
+
+def exchange_masters(run):
+    found = masters(run)
+    for i, j in PAIRS:
+        found[i].data, found[j].data = found[j].data, found[i].data
+
+
+def exchange_moments(run):
+    found = entries(run)
+    for one, other in [(found[11], found[12]), (found[1], found[2]), (found[4], found[9])]:
+        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
+def exchange_moments_between_slabs(run):
+    """As after a touch, which reloads the slab of one of them alone."""
+    for i, j in ((0, 8), (3, 7)):
+        one, other = entries(run)[i], entries(run)[j]
+        one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+
+def exchange_both_moments(run):
+    for entry in entries(run):
+        entry["exp_avg"], entry["exp_avg_sq"] = entry["exp_avg_sq"].abs_(), entry["exp_avg"].abs_()
+
+
+def rotate_masters(run):
+    of_size = {}
+    for master in masters(run):
+        of_size.setdefault(master.shape, []).append(master)
+    for group in of_size.values():
+        first = group[0].data
+        for one, other in pairwise(group):
+            one.data = other.data
+        group[-1].data = first
+
+
+CHANGES = [exchange_masters, exchange_moments, exchange_moments_between_slabs, exchange_both_moments, rotate_masters]
+
+
+@pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_states_that_change_places_keep_their_values(change, config):
+    def act(run):
+        run.offloads_all = False  # what has changed places may be touched in a forward
+        steps(run, 2)
+        change(run)
+        return steps(run, 2)
+
+    both(act, config)
+
+
+def flag_off_and_on(run):
+    for is_set in (False, True):
+        if run.options.offload:
+            run.cfg.optimizer.offload_optimizer_states = is_set
+        steps(run, 1)
+
+
+def one_tensor_for_all_masters(run):
+    found = masters(run)
+    flat = torch.cat([master.detach().view(-1) for master in found])
+    for master, part in zip(found, flat.split([master.numel() for master in found]), strict=True):
+        master.data = part.view(master.shape)
+    run.views = [master.detach().view(-1)[:3] for master in found]
+
+
+def numpy_has_looked(run):
+    run.seen = [np.asarray(master.detach()) for master in masters(run)]
+
+
+@pytest.mark.parametrize("options", [{}, OPTIMIZERS["muon"]], ids=["Adam", "Muon"])
+@pytest.mark.parametrize("change", [flag_off_and_on, one_tensor_for_all_masters, numpy_has_looked])
+def test_views_that_are_kept_follow_states_that_share_memory(change, options):
+    def act(run):
+        run.offloads_all = False  # what has changed places may be touched in a forward
+        steps(run, 2)
+        run.views = [state.detach().view(-1)[:3] for state in masters(run)]
+        change(run)
+        steps(run, 1)
+        seen = [view.sum().item() for view in run.views]
+        with torch.no_grad():
+            for view in run.views:
+                view.mul_(0.9)
+        return seen, steps(run, 2)
+
+    both(act, PACKED, **options)
+
+
+@pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])
+def test_threads_that_read_states_at_once_between_steps_all_find_them(config):
+    def act(run):
+        seen = []
+        for _ in range(3):
+            seen.append(steps(run, 1))
+            with ThreadPoolExecutor(6) as threads:
+                seen.append(list(threads.map(lambda state: state.double().sum().item(), states(run) * 2)))
+        assert not run.options.offload or SESSION in vars(run.optimizer)
+        return seen
+
+    both(act, config)
