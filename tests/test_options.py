@@ -69,6 +69,8 @@ def test_words_are_the_settings_in_typer_argparse_and_a_job_and_what_is_not_give
 def test_a_number_may_be_its_text_and_another_word_is_refused() -> None:
     given = {"gpu_memory_budget_gib": "7.5"}  # as NeMo-Run may hand it on
     assert options.settings(given) == {"gpu_memory_budget_gib": 7.5}
+    with pytest.raises(ValueError, match="host_memory_gib='much': use a number or auto"):
+        options.settings({"host_memory_gib": "much"})
     status, said = seen_by_typer(["--gpu-memory-budget-gib", "much"])
     assert status == 2 and "--gpu-memory-budget-gib" in said
 

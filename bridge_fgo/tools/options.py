@@ -95,9 +95,19 @@ OPTIONS = _make_options()
 
 
 def settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OffloadConfig's keyword arguments. `given` maps `Option.setting` to a value; None: not given."""
-    values = ((option, given.get(option.setting)) for option in OPTIONS)
-    return {o.setting: o.read(value) if o.words else value for o, value in values if value is not None}
+    """Return OffloadConfig's keyword arguments. `given` maps `Option.setting` to a value; None: not given.
+
+    Raises:
+        ValueError: a value is neither a number nor a word of its option; names the setting.
+    """
+    found = {option.setting: given[option.setting] for option in OPTIONS if given.get(option.setting) is not None}
+    for option in OPTIONS:
+        if option.words and option.setting in found:
+            try:
+                found[option.setting] = option.read(found[option.setting])
+            except ValueError as error:
+                raise ValueError(f"{option.setting}={error}") from None
+    return found
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:
