@@ -263,11 +263,11 @@ def test_an_optimizer_that_has_a_residency_is_refused_to_another_one_and_to_a_tr
 OTHER = {
     "moments": False, "master_weights": False, "master_remainders": True, "fraction": 0.5, "slab_bytes": 2**21,
     "piece_bytes": 2**20, "pin_memory": False, "gpu_memory_budget_gib": 1.0, "gradients": "lazy", "measure": True,
-    "activation_waits": True, "engine": "mcore", "host_memory_gib": 1.0,
+    "activation_waits": True, "engine": "mcore", "host_memory_gib": 1.0, "survive_crash": True,
 }  # fmt: skip
 """A value of each setting that is not its default."""
 HONOURED = {  # once the package is installed
-    "an engine of its own": OTHER.keys() - {"gradients", "measure", "engine", "host_memory_gib"},
+    "an engine of its own": OTHER.keys() - {"gradients", "measure", "engine", "host_memory_gib", "survive_crash"},
     "no optimizer": {"pin_memory", "activation_waits"},
     "the flag's engine": {"activation_waits"},
 }
@@ -297,7 +297,7 @@ def test_settings_given_to_install_count_without_a_config_or_are_refused_by_name
     given = bridge_fgo.OffloadConfig(**{name: OTHER[name]})
     with bridge_fgo.install(given):
         bridge_fgo.Residency(model).close()
-        if name in ("gradients", "engine", "host_memory_gib"):
+        if name in ("gradients", "engine", "host_memory_gib", "survive_crash"):
             with pytest.raises(ValueError, match=rf"{name}={OTHER[name]!r}\W.*; leave it out"):
                 bridge_fgo.Residency(model, optimizer)
         else:
