@@ -1,5 +1,6 @@
 """States that change places, share memory or are read by several threads train on bitwise, and so do views of them."""
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -131,5 +132,16 @@ def test_threads_that_read_states_at_once_between_steps_all_find_them(config):
                 seen.append(list(threads.map(lambda state: state.double().sum().item(), states(run) * 2)))
         assert not run.options.offload or SESSION in vars(run.optimizer)
         return seen
+
+    both(act, config)
+
+
+@pytest.mark.parametrize("config", [dataclasses.replace(WHOLE, fraction=0.5), WHOLE], ids=["half", "all"])
+def test_entries_of_the_optimizers_state_are_in_the_order_of_parameters(config):
+    def act(run):
+        run.offloads_all = False
+        steps(run, 2)
+        numbers = {id(param): number for number, param in enumerate(masters(run))}
+        return [numbers.get(id(param), param.shape) for param in inner(run).state]
 
     both(act, config)

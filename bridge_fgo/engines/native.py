@@ -231,7 +231,9 @@ class NativeEngine(CheckpointingEngine):
         offloaded = self._offloaded[source]
 
         def run() -> None:
-            keep_masters, in_order = not source.writes_back_by_part, source.keeps_order
+            keep_masters = not source.writes_back_by_part
+            # States that the first step makes are in the parameters' order, as without the offload.
+            in_order = source.keeps_order or not all(s.exists() for part in offloaded.parts[-1:] for s in part.slabs)
             if not in_order:
                 source.step(None)  # parameters whose states are not offloaded
             self.schedule.step(offloaded.parts, source.step, keep_masters, offloaded.group_bytes, in_order)
