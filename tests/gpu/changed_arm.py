@@ -15,7 +15,7 @@ import torch
 
 import bridge_fgo
 from bridge_fgo.bridge.session import Session
-from bridge_fgo.memory.meters import LEAST_MARGIN
+from bridge_fgo.memory.auto_budget import LEAST_MARGIN
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
