@@ -1,6 +1,7 @@
 """States that change places, share memory or are read by several threads train on bitwise, and so do views of them."""
 
 import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 from both import OPTIMIZERS, PACKED, WHOLE, both, steps
 
 from bridge_fgo.bridge.session import SESSION
+from bridge_fgo.memory.gradient_bucket import GradientBucket
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -134,6 +136,36 @@ def test_threads_that_read_states_at_once_between_steps_all_find_them(config):
         return seen
 
     both(act, config)
+
+
+@pytest.mark.parametrize("use", ["through the parameter", "by views that are held"])
+@pytest.mark.parametrize("gradients", ["lazy", True])
+def test_threads_that_add_to_gradients_of_a_bucket_at_once_lose_nothing(monkeypatch, gradients, use):
+    allocate = GradientBucket.allocate
+
+    def slowly(bucket):
+        allocate(bucket)
+        time.sleep(0.01)  # before it is zeroed, which would lose what another thread had added meanwhile
+
+    monkeypatch.setattr(GradientBucket, "allocate", slowly)
+
+    def act(run):
+        seen, params = [], [p for chunk in run.model for p in chunk.parameters() if p.requires_grad]
+        held = [param.main_grad for param in params] if use != "through the parameter" else []
+
+        def add(number):
+            (held[number] if held else params[number].main_grad).add_(number)
+
+        for _ in range(2):
+            seen.append(steps(run, 1))
+            for chunk in run.model:
+                chunk.zero_grad_buffer()  # freed, if they are managed
+            with ThreadPoolExecutor(6) as threads:
+                list(threads.map(add, range(len(params))))
+            seen.append([param.main_grad.double().sum().item() for param in params])
+        return seen
+
+    both(act, dataclasses.replace(WHOLE, gradients=gradients), overlap_grad_reduce=True)
 
 
 @pytest.mark.parametrize("config", [dataclasses.replace(WHOLE, fraction=0.5), WHOLE], ids=["half", "all"])

@@ -11,7 +11,7 @@ Global state of a process, beside constants and caches, by what ends it:
   `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`, `guard._views`.
 - The next training, or the end of the process: `crash._newest`.
 - The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
-  `settings.caller`, `guard._looks`, and the lock `ranks.collectives`.
+  `settings.caller`, `guard._looks`, and the locks `ranks.collectives` and `guard.touching`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bridge_fgo.memory.guard import Guard, Views, class_of, empty, fill, first_byte, held, rebind, set_class
+from bridge_fgo.memory.guard import Guard, Views, class_of, empty, fill, first_byte, held, rebind, set_class, touching
 from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.meters import Traffic
 from bridge_fgo.memory.transfers import Transfers
@@ -185,7 +185,12 @@ class GradientBucket:
 
         torch.OutOfMemoryError if there is no memory for them; they stay where they are.
         """
-        if self.state is BucketState.HERE:
+        if self.state is not BucketState.HERE:
+            with touching:
+                self._require()
+
+    def _require(self) -> None:
+        if self.state is BucketState.HERE:  # another thread was first
             return
         if self.asleep:
             raise RuntimeError(f"gradients of a DDP bucket were used, and are off the GPU: call {self.asleep} first")

@@ -139,13 +139,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+touching = threading.RLock()
+"""Held as a touch reloads memory: PyTorch lets other threads run meanwhile, which may touch the same memory."""
+
+
 def _touch(tensor: torch.Tensor) -> None:
-    if GUARD not in vars(tensor):
-        return  # an earlier tensor of the same call has brought it back
-    touched = vars(tensor)[GUARD]()
-    if touched is None:
-        raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} was used, and what had its memory is gone")
-    touched(tensor)
+    with touching:
+        if GUARD not in vars(tensor):
+            return  # another thread, or an earlier tensor of the same call, has brought it back
+        touched = vars(tensor)[GUARD]()
+        if touched is None:
+            raise RuntimeError(f"a tensor of shape {tuple(tensor.shape)} was used, and what had its memory is gone")
+        touched(tensor)
 
 
 def _counts_all_holders() -> bool:
@@ -207,7 +212,6 @@ class Touches:
     """Counts the bytes that came back because code used offloaded states, and says where that code is."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # held by a touch: PyTorch lets other threads run amid one
         self.nbytes = 0  # that came back, in the whole run
         # each returns why nothing may come back now, and what to call; empty if it may
         self.refusals: list[Callable[[], str]] = []

@@ -131,12 +131,6 @@ class SlabStateMachine(ABC):
 
     def _touched(self, tensor: torch.Tensor) -> None:
         """Make the states readable and writable for whoever touches a tensor of them, or raise RuntimeError."""
-        with self.touches.lock:
-            if self.state is SlabState.RESIDENT:
-                return self._take_off_guard()
-            self._bring(tensor)
-
-    def _bring(self, tensor: torch.Tensor) -> None:
         was_away = self.state is SlabState.RELEASED
         if refusal := self.touches.refusal():
             raise RuntimeError(f"{self.name_of(tensor)} was used, and its memory is away: {refusal}")
@@ -400,7 +394,7 @@ class Slab(SlabStateMachine):
             for view in others.find()
             if view is local(view) and lies_in(view, tensor)
         ]
-        # Of states that have changed places within the slab the one that is copied first would overwrite another.
+        # States may have changed places within the slab: the first copy would overwrite a state that is copied later.
         kept = {id(tensor): tensor.clone() for _, tensor, _ in strangers if copy and self.holds(local(tensor))}
         for state, tensor, offset in strangers:
             home = gpu[offset : offset + state.nbytes].view(tensor.dtype).view(tensor.shape)
