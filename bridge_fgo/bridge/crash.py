@@ -421,11 +421,11 @@ def _read_ahead(iterator: Any) -> None:
         setattr(*place, itertools.chain([next(generator)], generator))
 
 
-# What has to be as it was.
+# The config that a kept step was trained with, and the one of this start.
 
 
 def _described(cfg: Any) -> dict[str, str]:
-    """Return in words all that has to be as it was, by "section.name"."""
+    """Return, by "section.name" and in words, the settings and versions that a start must share with a kept step."""
     sections = {name: owner for name in PARTS if hasattr(owner := getattr(cfg, name, None), "__dict__")}
     found = {f"{name}.{each}": value for name, owner in sections.items() for each, value in settings_in(owner).items()}
     found |= {f"checkpoint.{name}": getattr(cfg.checkpoint, name, None) for name in OF_CHECKPOINT}

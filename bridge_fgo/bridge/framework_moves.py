@@ -47,7 +47,7 @@ MOST_OF_NEW = 9  # garbage on the host waits for as many sleeps at most
 
 
 class Move(NamedTuple):
-    """What a call asks for: to offload or reload these kinds of a model, with its optimizer if that is known."""
+    """A call's request: offload or reload these kinds of a model, and of its optimizer if that is known."""
 
     offloads: bool
     kinds: Sequence[Kind]

@@ -12,19 +12,17 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.sleep.refusals import movable_optimizers, shared_lease
 from bridge_fgo.sleep.state_offloader import DEFAULTS
 
-REFUSED = (
-    ("engine", "mcore", "this package's engine alone can move states between steps; use engine='native'"),
-    *(
-        ("gradients", value, "gradients are managed in Bridge's train_step alone; set it to False, or set "
-            "optimizer.offload_optimizer_states and leave config out")
-        for value in (True, "lazy")
-    ),
-    ("survive_crash", True, "Bridge's train_step alone keeps finished steps; set it to False, or set "
-        "optimizer.offload_optimizer_states and leave config out"),
-    ("measure", True, "Bridge's train_step alone logs peaks without the offload; set it to False, and read the peaks "
-        "of training_step() from bridge_fgo.stats()"),
-)  # fmt: skip
-"""Settings with the values that no `Residency` takes, and why, and what to do."""
+REFUSED = {
+    "gradients": "gradients are managed in Bridge's train_step alone; set it to False, or set "
+        "optimizer.offload_optimizer_states and leave config out",
+    "host_memory_gib": "that is a limit for a node's states; use Residency(host_memory_limit_gib=...), for all that a "
+        "rank moves",
+    "survive_crash": "Bridge's train_step alone keeps finished steps; set it to False, or set "
+        "optimizer.offload_optimizer_states and leave config out",
+    "measure": "Bridge's train_step alone logs peaks without the offload; set it to False, and read the peaks of "
+        "training_step() from bridge_fgo.stats()",
+}  # fmt: skip
+"""Settings that a `Residency` takes at their defaults alone, and why, and what to do."""
 
 OF_TRAIN_STEP = ("gradients", "host_memory_gib", "survive_crash")
 """Settings that only Bridge's train_step with the flag goes by, beside the engine."""
@@ -56,13 +54,13 @@ def refuse_settings(config: OffloadConfig | None, optimizer: Any, chunks: list[t
         return
     if not isinstance(config, OffloadConfig):
         raise ValueError(f"Residency(config={config!r}): give the settings as bridge_fgo.OffloadConfig(...)")
-    if config.host_memory_gib is not None:
+    if config.engine == "mcore":
         raise ValueError(
-            f"Residency(config=OffloadConfig(host_memory_gib={config.host_memory_gib!r})): that is a limit for a "
-            "node's states; use Residency(host_memory_limit_gib=...), for all that a rank moves"
+            "Residency(config=OffloadConfig(engine='mcore')): this package's engine alone can move states between "
+            "steps; use engine='native'"
         )
-    for name, value, why in REFUSED:
-        if getattr(config, name) == value:
+    for name, why in REFUSED.items():
+        if (value := getattr(config, name)) != getattr(DEFAULTS, name):
             raise ValueError(f"Residency(config=OffloadConfig({name}={value!r})): {why}")
     own = config.native_only_settings()
     if optimizer is None:

@@ -69,7 +69,7 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Payload(NamedTuple):
-    """What a record has beside its step."""
+    """The contents of a record, beside its step."""
 
     table: bytes  # the number of the buffer that has each slab
     config: bytes  # the config that trained, as `bridge.crash` writes it

@@ -25,11 +25,11 @@ from bridge_fgo.states.source import Source
 LEASE = "_bridge_fgo_lease"
 
 ASLEEP = "call Residency.reload('optimizer') first, or save and load checkpoints in Residency.checkpointing()"
-"""What to do if code uses states that a `Residency` has offloaded and that no patch serves."""
+"""Advice in the error that code gets if it uses states that a `Residency` has offloaded and no patch serves."""
 
 
 class Attachment(NamedTuple):
-    """What a patch uses for an optimizer: the engine, and the source that the optimizer is to it."""
+    """The engine that a patch calls for an optimizer, and the source by which the engine knows that optimizer."""
 
     engine: Engine
     source: Source

@@ -1,4 +1,4 @@
-"""What the ranks of a job do together: make engines, exchange answers, fail alike, ask their nodes for memory."""
+"""Collectives of a job's ranks: exchange answers, raise alike, check a node's memory, make engines."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""What `gpu_memory_budget_gib="auto"` is on a GPU, with its margin for fragmentation."""
+"""The budget of `gpu_memory_budget_gib="auto"`: a GPU's memory, less a margin for fragmentation."""
 
 from bridge_fgo.memory.meters import PeakMeter
 

@@ -1,5 +1,7 @@
 """How much host memory there is, and on which CPUs it is near a GPU."""
 
+from __future__ import annotations
+
 import math
 import os
 import platform
@@ -7,9 +9,10 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -158,6 +161,8 @@ def power_of_two_at_least(nbytes: int) -> int:
 
 def local_cpus(device: torch.device) -> set[int] | None:
     """Return the CPUs of a GPU's NUMA node that this process may use; None if that is not known."""
+    import torch  # not by the keeper of finished steps, which stays small
+
     properties = torch.cuda.get_device_properties(device)
     if not hasattr(properties, "pci_bus_id"):
         return None

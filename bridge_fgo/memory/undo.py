@@ -1,4 +1,4 @@
-"""What an error leaves half done is undone."""
+"""Undo steps that run if a block raises."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -23,7 +23,7 @@ _CACHES = (
     (f"{_NVRX}.filesystem_async", "FileSystemWriterAsync", "cleanup_tensor_caches"),
     (f"{_NVRX}.core", "PersistentAsyncCaller", "cleanup_worker_data_cache"),
 )
-"""What a trainer and its worker remember of each other: module, class, and the method that forgets it."""
+"""Caches of NVRx's that a trainer and its worker keep of each other: module, class, and the method that clears it."""
 
 _movers = weakref.WeakSet[Any]()
 _undo: dict[Any, Callable[[], None]] = {}  # by the class whose method is wrapped

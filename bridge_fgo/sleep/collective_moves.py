@@ -38,7 +38,7 @@ def verb[**P, R](method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Wake(NamedTuple):
-    """What a rank tells the others before a reload."""
+    """A rank's answer to the others before a reload."""
 
     matches: bool  # `where` holds for one of its parameters
     moves: bool  # some of the selected units are away

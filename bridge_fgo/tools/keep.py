@@ -1,16 +1,14 @@
 """`bridge-fgo keep`: the keeper of a node, and the command whose crashes it outlives. No torch and no Megatron here."""
 
-import math
 import os
-import re
 import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from bridge_fgo.memory.host_memory import available_bytes
 from bridge_fgo.memory.keeper import VARIABLE, Keeper, job_name
 
 SHARE = 0.9  # of the memory that is available as the keeper starts: the most that it holds by default
@@ -32,9 +30,7 @@ def keep(
     if not command and not job_name():
         raise ValueError(f"give a COMMAND to run, or set {VARIABLE} to a name for the keepers of this job")
     os.environ[VARIABLE] = job_name() or secrets.token_hex(8)
-    found = re.search(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text())
-    available = int(found[1]) * 1024 if found else math.inf
-    limit = SHARE * available if memory_gib is None else memory_gib * 2**30
+    limit = SHARE * available_bytes() if memory_gib is None else memory_gib * 2**30
     keeper = Keeper(job_name(), limit, 60 * idle_minutes)
     if not command:
         keeper.serve()

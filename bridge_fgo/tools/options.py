@@ -100,11 +100,11 @@ def settings(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: a value is neither a number nor a word of its option; names the setting.
     """
-    found = {option.setting: given[option.setting] for option in OPTIONS if given.get(option.setting) is not None}
+    found = {}
     for option in OPTIONS:
-        if option.words and option.setting in found:
+        if (value := given.get(option.setting)) is not None:
             try:
-                found[option.setting] = option.read(found[option.setting])
+                found[option.setting] = option.read(value) if option.words else value
             except ValueError as error:
                 raise ValueError(f"{option.setting}={error}") from None
     return found

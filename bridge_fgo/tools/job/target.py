@@ -45,11 +45,9 @@ def refuse_at_once(target: str, overrides: Sequence[str] | None = ()) -> None:
     elif ":" in target and (not package or not (find_spec(package) or PathFinder.find_spec(package, [""]))):
         raise ValueError(f"recipe {target!r}: there is no module {package!r}, neither installed nor in this folder")
     elif is_missing_in_bridge(module, function):
-        raise ValueError(
-            no_recipe(function)
-            if function not in config_functions()
-            else (f"recipe {target!r}: Megatron-Bridge has no module {module!r}; write {function} alone")
-        )
+        if function in config_functions():
+            raise ValueError(f"recipe {target!r}: Megatron-Bridge has no module {module!r}; write {function} alone")
+        raise ValueError(no_recipe(function))
     elif target.endswith(".py") and Path(target).is_file():
         functions = re.findall(
             r"^def (\w+)\(", Path(target).read_text(encoding="utf-8", errors="replace"), re.MULTILINE
