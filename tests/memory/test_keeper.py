@@ -1,12 +1,13 @@
 """The keeper hands files out to its job's ranks alone, and frees what nobody may want."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 
+import children
 import pytest
 from crash_child import Kept
 
@@ -37,8 +38,8 @@ def write(line, file, data):
 
 
 def in_another_process(act, *args):
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(act, args)
+    with ProcessPoolExecutor(1, mp_context=children.context()) as pool:
+        return pool.submit(act, *args).result()
 
 
 def write_and_die(name, rank):
@@ -119,7 +120,7 @@ def hold(name, ready):
 
 
 def test_a_start_waits_for_the_process_that_the_rank_was_before(name, monkeypatch):
-    context = multiprocessing.get_context("fork")
+    context = children.context()
     with Kept(name):
         ready = context.Event()
         old = context.Process(target=hold, args=(name, ready))
