@@ -302,7 +302,7 @@ def seen(job: Job) -> Seen:
     return Seen(events, logs)
 
 
-def run(job: Job, patience: float = 300.0, start=children.start) -> list[int]:
+def run(job: Job, start=children.start, patience: float = 300.0) -> list[int]:
     """Run an attempt in children of `start`; if a rank fails, kill the others, as torchrun does."""
     job.folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -357,6 +357,29 @@ def require_same(killed: Seen, whole: Seen, most_again: int = 2) -> None:
                 last = event["step"]
             elif event["event"] == "begin" and last >= 0:
                 assert last + 1 - event["step"] <= most_again - 1, f"{last + 1 - event['step']} finished steps again"
+
+
+def survivors(job: Job, whole: Seen, deaths: int, seed: str, start=children.start, limit: int = GIB) -> list[Seen]:
+    """Train by `job` in its folder, by one training after another, until so many random deaths are over.
+
+    Fail where one that goes on after its deaths differs from `whole`. Return what each has shown.
+    """
+    generator, trainings = random.Random(seed), []
+    while deaths or not trainings:
+        number = str(len(trainings))
+        with Kept(f"{os.getpid()}.{number}", limit) as kept:
+            arm = (*job.arm, "--survive-crash")
+            training = dataclasses.replace(job, folder=job.folder / number, keeper=kept.name, arm=arm)
+            while any(
+                run(dataclasses.replace(training, end=random_end(generator, job.ranks) if deaths else None), start)
+            ):
+                assert deaths, seen(training).logs
+                deaths -= 1
+                if all(seen(training).of("end", rank) for rank in range(job.ranks)):
+                    break  # it died as it ended
+        trainings.append(seen(training))
+        require_same(trainings[-1], whole)
+    return trainings
 
 
 def random_end(generator: random.Random, ranks: int) -> End:

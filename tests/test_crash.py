@@ -1,12 +1,10 @@
 """After a death at any instruction a training goes on bitwise."""
 
 import dataclasses
-import itertools
 import os
-import random
 
 import pytest
-from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, seen
+from crash_child import DROPOUT, End, Job, Kept, run, seen, survivors
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
@@ -30,27 +28,12 @@ JOBS = {
 }
 
 
-def survives(job, folder, keeper):
-    return dataclasses.replace(job, folder=folder, keeper=keeper, arm=(*job.arm, "--survive-crash"))
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_a_training_that_dies_at_any_instruction_ends_bitwise_as_one_that_never_does(tmp_path, name):
-    generator = random.Random(f"{name} {SEED}")
     whole = dataclasses.replace(JOBS[name], folder=tmp_path / "whole")
     assert run(whole) == [0] * whole.ranks, seen(whole).logs
-    left = KILLS // len(JOBS) + (list(JOBS).index(name) < KILLS % len(JOBS))
-    for number in itertools.count():
-        with Kept(f"{os.getpid()}.{number}") as kept:
-            job = survives(JOBS[name], tmp_path / str(number), kept.name)
-            while any(run(dataclasses.replace(job, end=random_end(generator, job.ranks) if left else None))):
-                assert left, seen(job).logs
-                left -= 1
-                if all(seen(job).of("end", rank) for rank in range(job.ranks)):
-                    break  # it died as it ended
-        require_same(seen(job), seen(whole))
-        if not left:
-            return
+    deaths = KILLS // len(JOBS) + (list(JOBS).index(name) < KILLS % len(JOBS))
+    survivors(dataclasses.replace(whole, folder=tmp_path), seen(whole), deaths, f"{name} {SEED}")
 
 
 SAVES = ("--save-interval", "2", "--save")
@@ -89,9 +72,9 @@ def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(t
         assert run(plain) == [0] * case.ranks
     changes = {name: f"{unique}.{each}" if name == "keeper" else each for name, each in case.changes.items()}
     with Kept(f"{unique}.0"), Kept(f"{unique}.full", limit=2**20):
-        job = survives(plain, tmp_path / "killed", f"{unique}.{{rank}}")
         saved = str(tmp_path / "saved")
-        job = dataclasses.replace(job, tries=2, arm=(*job.arm, *SAVES, saved, "--load", saved))
+        arm = (*plain.arm, "--survive-crash", *SAVES, saved, "--load", saved)
+        job = dataclasses.replace(plain, folder=tmp_path / "killed", keeper=f"{unique}.{{rank}}", tries=2, arm=arm)
         end = End(case.ranks - 1, step=case.before)
         with Kept(f"{unique}.1"):
             for _ in range(case.deaths):

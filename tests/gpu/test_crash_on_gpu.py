@@ -7,17 +7,20 @@ Printed (`-s`): seconds by part from each death to the first new step, and step 
 
 import dataclasses
 import os
-import random
 import statistics
 
-from crash_child import DROPOUT, Job, Kept, random_end, require_same, run, seen
+import pytest
+from crash_child import DROPOUT, Job, Kept, run, seen, survivors
 from forked import Server
-from gpu_lane import NEEDS_CUDA, SMALL
+from gpu_lane import NEEDS_CUDA, SMALL, needs_gpus
 
 RAN_ON = "nowhere yet"
 DEATHS = 10
+KEPT_BYTES = 16 * 2**30
 GPU = Server("megatron_on_gpu")
 TRAINING = Job(arm=(*SMALL, "--slab-bytes", str(64 * 2**20)), is_on_gpu=True, steps=12)
+TRAININGS = {f"one rank, seed {seed}": (1, ()) for seed in range(4)} | {"DP": (2, ()), "TP": (2, ("--tp", "2"))}
+"""Ranks and options of trainings, each of which dies `DEATHS` times."""
 WARM = 7
 """Steps of a process until each is like the next."""
 MOST_SLOWER = 1.005
@@ -25,25 +28,17 @@ MOST_SLOWER = 1.005
 pytestmark = NEEDS_CUDA
 
 
-def test_a_training_that_dies_ten_times_ends_bitwise_as_one_that_never_does(tmp_path) -> None:
-    generator, left = random.Random(0), DEATHS
-    plain = dataclasses.replace(TRAINING, changes=DROPOUT)
-    whole = dataclasses.replace(plain, folder=tmp_path / "whole")
-    assert run(whole, start=GPU.start) == [0], seen(whole).logs
-    number = 0
-    while left:
-        number += 1
-        with Kept(f"{os.getpid()}.{number}", limit=16 * 2**30) as kept:
-            arm = (*plain.arm, "--survive-crash")
-            job = dataclasses.replace(plain, folder=tmp_path / str(number), keeper=kept.name, arm=arm)
-            while any(run(dataclasses.replace(job, end=random_end(generator, 1) if left else None), start=GPU.start)):
-                assert left, seen(job).logs
-                left -= 1
-                if seen(job).of("end"):
-                    break  # it died as it ended
-        require_same(seen(job), seen(whole))
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_that_dies_at_any_instruction_ends_bitwise_as_one_that_never_does(tmp_path, name) -> None:
+    ranks, options = TRAININGS[name]
+    needs_gpus(ranks)
+    arm = (*TRAINING.arm, *options)
+    whole = dataclasses.replace(TRAINING, folder=tmp_path / "whole", ranks=ranks, arm=arm, changes=DROPOUT)
+    assert run(whole, GPU.start) == [0] * ranks, seen(whole).logs
+    job = dataclasses.replace(whole, folder=tmp_path)
+    for training in survivors(job, seen(whole), DEATHS, name, GPU.start, KEPT_BYTES):
         died = None
-        for event in seen(job).events[0]:
+        for event in training.events[0]:
             if event["event"] == "ended":
                 died = event["at"]
             elif event["event"] == "step" and died is not None:
@@ -56,11 +51,11 @@ def test_steps_take_as_long_with_survive_crash_as_without(tmp_path) -> None:
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(3):
         for survives in seconds:
-            with Kept(f"{os.getpid()}.{turn}.{survives}", limit=16 * 2**30) as kept:
+            with Kept(f"{os.getpid()}.{turn}.{survives}", limit=KEPT_BYTES) as kept:
                 arm = (*TRAINING.arm, *(["--survive-crash"] if survives else []))
                 folder = tmp_path / f"{turn}.{survives}"
                 job = dataclasses.replace(TRAINING, folder=folder, keeper=kept.name, arm=arm, steps=30)
-                assert run(job, start=GPU.start) == [0], seen(job).logs
+                assert run(job, GPU.start) == [0], seen(job).logs
             seconds[survives] += [event["seconds"] for event in seen(job).of("step")[WARM:]]
     without, with_it = (statistics.median(each) for each in seconds.values())
     print(f"median step: {without:.4f} s without, {with_it:.4f} s with survive_crash")
