@@ -37,7 +37,8 @@ class End:
     """How a rank of an attempt ends: "SIGKILL", "raise" or "abort", at its so manieth call in `OF_KEPT`.
 
     With `seconds` by SIGKILL, so long after its first step has begun: at any instruction. Both are counted from the
-    start of Bridge's setup if it `is_early`. With `step` by SIGKILL, before that step begins.
+    start of Bridge's setup if it `is_early`, or from the begin of a later step, `after` so many of the attempt. With
+    `step` by SIGKILL, before that step begins.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class End:
     call: int = 0
     seconds: float = 0.0
     is_early: bool = False
+    after: int = 0
     step: int | None = None
 
 
@@ -67,6 +69,8 @@ class Job:
     """Of starts from one step."""
     other_code: bool = False
     is_on_gpu: bool = False
+    most_after: int = 0
+    """Steps of an attempt after which the latest of its random ends is counted: where a step has many calls."""
     is_fused: bool = False
     """Whether Adam is Transformer Engine's (a stand-in), whose states mcore can save."""
 
@@ -164,12 +168,15 @@ def _train(rank: int, job: Job) -> None:
     class Watcher(Callback):
         def on_train_start(self, context) -> None:
             tell(event="begin", step=context.state.train_state.step)
-            self.is_ending = job.end is not None and job.end.rank == rank and not job.end.is_early
+            self.ending = job.end if job.end is not None and job.end.rank == rank and not job.end.is_early else None
+            self.begun = 0
 
         def on_train_step_start(self, context) -> None:
-            if self.is_ending and job.end.step in (None, context.state.train_state.step):
-                self.is_ending = False
-                end_this_process(job.end, tell)
+            end, step = self.ending, context.state.train_state.step
+            if end is not None and (self.begun >= end.after if end.step is None else step == end.step):
+                self.ending = None
+                end_this_process(end, tell)
+            self.begun += 1
             self.started = time.perf_counter()
 
         def on_train_step_end(self, context) -> None:
@@ -382,10 +389,11 @@ def survivors(job: Job, whole: Seen, deaths: int, seed: str, start=children.star
     return trainings
 
 
-def random_end(generator: random.Random, ranks: int) -> End:
+def random_end(generator: random.Random, ranks: int, most_after: int = 0) -> End:
     """Return an end of a rank by any means, at any instruction of its first steps, or of its start."""
     rank, is_early = generator.randrange(ranks), generator.random() < 0.25
+    after = generator.randint(0, most_after) if most_after and not is_early else 0
     how = generator.choice(("SIGKILL", "raise", "abort", "after a time"))
     if how == "after a time":
-        return End(rank, seconds=generator.uniform(0.0, 2.0 if is_early else 0.5), is_early=is_early)
-    return End(rank, how, call=generator.randint(1, 2000 if is_early else MOST_CALLS), is_early=is_early)
+        return End(rank, seconds=generator.uniform(0.0, 2.0 if is_early else 0.5), is_early=is_early, after=after)
+    return End(rank, how, call=generator.randint(1, 2000 if is_early else MOST_CALLS), is_early=is_early, after=after)

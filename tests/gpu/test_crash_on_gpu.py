@@ -18,7 +18,7 @@ RAN_ON = "nowhere yet"
 DEATHS = 10
 KEPT_BYTES = 16 * 2**30
 GPU = Server("megatron_on_gpu")
-TRAINING = Job(arm=(*SMALL, "--slab-bytes", str(64 * 2**20)), is_on_gpu=True, steps=12)
+TRAINING = Job(arm=(*SMALL, "--slab-bytes", str(64 * 2**20)), is_on_gpu=True, steps=12, most_after=5)
 TRAININGS = {f"one rank, seed {seed}": (1, ()) for seed in range(4)} | {"DP": (2, ()), "TP": (2, ("--tp", "2"))}
 """Ranks and options of trainings, each of which dies `DEATHS` times."""
 WARM = 7
