@@ -129,6 +129,7 @@ def attempt(rank: int, job: Job, port: int) -> None:
 def _train(rank: int, job: Job) -> None:
     import debug_transfers
     from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.checkpointing import DefaultCheckpointManager
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
@@ -190,6 +191,16 @@ def _train(rank: int, job: Job) -> None:
             sys.setprofile(None)
             tell(event="end", **everything(context))
 
+    load = DefaultCheckpointManager.load
+
+    def timed_load(*args):
+        started = time.perf_counter()
+        loaded = load(*args)
+        tell(event="load", seconds=time.perf_counter() - started)
+        return loaded
+
+    DefaultCheckpointManager.load = timed_load
+    tell(event="setup")
     if job.end is not None and job.end.rank == rank and job.end.is_early:
         end_this_process(job.end, tell)
     pretrain(config, forward_step, callbacks=[Watcher()])
