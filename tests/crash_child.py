@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import async_worker
 import children
 import fused_adam
 import torch
@@ -52,7 +53,7 @@ class End:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A training: `arm` has options of `harness.arms.gpu`; the rest is in the fields."""
+    """A training: `arm` has options of `harness.arms.gpu`, {} in them is its folder; the rest is in the fields."""
 
     folder: Path = Path()
     keeper: str = ""
@@ -145,10 +146,12 @@ def _train(rank: int, job: Job) -> None:
     layout.LEAST_PART_BYTES, crash.MOST_TRIES = 2**16, job.tries
     if job.is_fused:
         fused_adam.have_mcore_take_it(setattr)
+    if not job.is_on_gpu:
+        async_worker.have_bridge_use("mcore", setattr, quickly=True)
     if job.other_code:
         crash.version_of = lambda name: "another"
-    sizes = ["--offload", "on"] if job.is_on_gpu else OPTIONS
-    options = gpu.parse([*sizes, "--steps", str(job.steps), *job.arm, "--events", os.devnull])
+    sizes, arm = ["--offload", "on"] if job.is_on_gpu else OPTIONS, [each.format(job.folder) for each in job.arm]
+    options = gpu.parse([*sizes, "--steps", str(job.steps), *arm, "--events", os.devnull])
     gpu.make_deterministic()
     install = bridge_fgo.install(gpu.offload_config(options)) if options.offload == "on" else None
     process.skip_building_what_is_built()
