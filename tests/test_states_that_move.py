@@ -1,4 +1,4 @@
-"""States that change places, share memory or are read by several threads train on bitwise, and so do views of them."""
+"""States that change places, share memory or are read by several threads train on bitwise, with their views."""
 
 import dataclasses
 import gc
