@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, both, exact, steps, training
+from both import OPTIMIZERS, PACKED, WHOLE, both, exact, release, steps, training
 
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory.gradient_bucket import GradientBucket
@@ -168,6 +168,19 @@ def test_a_tensor_that_several_states_are_parts_of_is_an_error_if_somebody_holds
             act(run)
     else:
         both(act, WHOLE)
+
+
+def test_a_view_of_a_state_that_is_not_contiguous_is_an_error_and_its_clone_trains_on():
+    with training(True, WHOLE, **OPTIMIZERS["muon"]) as run:
+        steps(run, 2)
+        state = next(master for master in masters(run) if master.dim() == 2)
+        state.data = state.data.t().contiguous().t()
+        row = state.detach()[1]
+        with pytest.raises(StillShared, match="that is not contiguous"):
+            release(run)
+        state.data = state.data.clone().contiguous()
+        del row
+        release(run)
 
 
 @pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])

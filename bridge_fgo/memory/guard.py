@@ -320,14 +320,15 @@ class Views:
         return _alive(self._of_others)
 
     def that_span(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return those of `found` that have memory of a tensor, and other memory too, if code in Python holds them.
+        """Return those of `found` that are of a tensor and of other memory, or of one that is not contiguous.
 
-        A tensor that was divided into states lives on in C++ alone, as the base of these views. Before Python counted
-        the holders in C++ these two could not be told apart: then it returns none.
+        Only those that code in Python holds: a tensor that was divided into states lives on in C++ alone, as the base
+        of these views. Before Python counted the holders in C++, these could not be told apart: then it returns none.
         """
         refs = [r for r in self._of_others if sys.getrefcount(r()) > _HELD_ONCE or r()._use_count() == 1]  # pyright: ignore[reportOptionalMemberAccess]
         several = [each for each in _alive(refs if _COUNTS_ALL else ()) if each is getattr(each, "_local_tensor", each)]
-        return [each for each in several if _overlap(each, tensor) and not lies_in(each, tensor)]
+        whole = tensor.is_contiguous()
+        return [each for each in several if _overlap(each, tensor) and not (whole and lies_in(each, tensor))]
 
     def find(self) -> list[torch.Tensor]:
         """Return them all."""

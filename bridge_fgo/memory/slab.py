@@ -39,8 +39,9 @@ HIDDEN = (
     "C++ code alone holds it: call gc.unfreeze(), or let go of the view"
 )
 SPANNING = (
-    "cannot move with its slab: a tensor of shape {}, which would keep old bytes, spans it and other memory: let go of "
-    "that, or give each state memory of its own (state.data = state.data.clone())"
+    "cannot move with its slab: a tensor of shape {}, which would keep old bytes, spans it and other memory, or is of "
+    "one that is not contiguous: let go of that, or give states memory of their own: "
+    "state.data = state.data.clone().contiguous()"
 )
 _slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
 
