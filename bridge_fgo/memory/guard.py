@@ -302,7 +302,8 @@ class Views:
         kept = {id(tensor) for tensor in tensors}
         owners = _alive(self._of_owner)
         left = [each for each in owners if id(each) not in kept and each.untyped_storage()._cdata == self.place]
-        self._list([each for each in owners if id(each) in kept], [*self.found, *left])
+        others = {id(each): each for each in (*self.found, *left)}  # others may have held one before the owner did
+        self._list([each for each in owners if id(each) in kept], others.values())
 
     @property
     def place(self) -> int:

@@ -174,6 +174,15 @@ def test_views_that_others_made_before_find_the_states_and_training_goes_on_with
     training.check()
 
 
+def test_a_view_that_others_held_before_the_owner_took_it_is_listed_once_when_it_is_given_up():
+    memory = torch.zeros(8)
+    view, views = memory[2:4], guard.Views(memory)
+    views.add((), [view])
+    views.add([view])
+    views.keep([])
+    assert len(views.found) == 1
+
+
 def test_code_that_makes_new_views_in_each_step_is_told_once(small, monkeypatch):
     training, said, before = trained(), [], guard._looks
     for _ in range(guard.MANY_LOOKS + 2):
