@@ -65,4 +65,5 @@ if __name__ == "__main__":
     try:
         print(apply(Path(sys.argv[1])))
     except (ValueError, RuntimeError) as error:
-        sys.exit(f"patches/apply.py: {error}")
+        print(f"patches/apply.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)

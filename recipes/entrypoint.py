@@ -26,7 +26,7 @@ from torchx.specs import AppState
 from bridge_fgo.config import OffloadConfig, needing_offload
 from bridge_fgo.recipes import catalog, dry_run, executors, hf_config
 from bridge_fgo.recipes.overrides import refuse_without_value
-from bridge_fgo.tools.options import OffloadOptions, command_line, settings
+from bridge_fgo.tools.options import OffloadOptions, command_line, mistake, settings
 
 SCHEDULERS = ("slurm", "local")
 SLURM_ONLY = (
@@ -288,7 +288,7 @@ class PretrainContext(RunContext):
     """Turns the parsed `Job` into a script and an executor, so that the training container needs no NeMo-Run."""
 
     def cli_execute(self, fn: Any, args: list[str], entrypoint_type: Literal["task", "experiment"] = "task") -> None:
-        """Execute as upstream's does, but end with status 1 after an error: under `run.cli.main` it would be 0."""
+        """Execute as upstream's does, but end with status 2 after a mistake, and 1 after an error; upstream's is 0."""
         try:
             if unknown := [arg for arg in args if arg.startswith("-")]:  # NeMo-Run would go on without them
                 raise ValueError(f"there is no option {unknown[0]}: settings are NAME=VALUE, --help lists the options")
@@ -297,7 +297,7 @@ class PretrainContext(RunContext):
                 catalog.find(self.factory)
             super().cli_execute(fn, arguments, entrypoint_type)
         except (ValueError, CLIException) as error:
-            raise SystemExit(f"{self.name}: {error}") from None
+            raise mistake(self.name, error) from None
         except typer.Abort:  # no answer to its question
             raise SystemExit(f"{self.name}: nothing is launched; --yes launches without a question") from None
         except Exception:

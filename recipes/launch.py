@@ -4,11 +4,13 @@ python -m recipes.launch --factory dsv4_flash_64gpu account=me container_image=i
 """
 
 if __name__ == "__main__":
+    from bridge_fgo.tools.options import mistake
+
     try:
         import nemo_run as run
     except ModuleNotFoundError:
-        raise SystemExit(
-            "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
+        raise mistake(
+            "pretrain", "NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
         ) from None
 
     from bridge_fgo.recipes.entrypoint import Job
@@ -18,4 +20,4 @@ if __name__ == "__main__":
     except Exception as error:
         if (told := getattr(error, "format_message", None)) is None:  # click's, which NeMo-Run lets through
             raise
-        raise SystemExit(f"pretrain: {told()}") from None
+        raise mistake("pretrain", told()) from None

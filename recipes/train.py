@@ -21,7 +21,7 @@ from bridge_fgo.memory import max_connections
 from bridge_fgo.recipes import catalog, hf_config, process
 from bridge_fgo.recipes.hf_config import Choice
 from bridge_fgo.recipes.overrides import refuse_without_value
-from bridge_fgo.tools.options import takes_offload_options
+from bridge_fgo.tools.options import mistake, takes_offload_options
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -45,8 +45,7 @@ def main(
     try:
         train = prepare(name, is_on, offload, hf_config, overrides or ())
     except ValueError as error:  # the user's; what training raises keeps its traceback
-        typer.echo(f"bridge_fgo.recipes.train: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise mistake("bridge_fgo.recipes.train", error) from None
     end_on_sigurg()
     train()
 

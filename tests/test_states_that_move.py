@@ -1,6 +1,7 @@
-"""States that change places, share memory or are read by several threads train on bitwise, and so do views of them."""
+"""States that change places, share memory or are read by several threads train on bitwise, with their views."""
 
 import dataclasses
+import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -8,10 +9,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, both, steps
+from both import OPTIMIZERS, PACKED, WHOLE, both, exact, release, steps, training
 
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory.gradient_bucket import GradientBucket
+from bridge_fgo.memory.slab import StillShared
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
 
@@ -122,6 +124,63 @@ def test_views_that_are_kept_follow_states_that_share_memory(change, options):
         return seen, steps(run, 2)
 
     both(act, PACKED, **options)
+
+
+def numpy_has_looked_at_one(run):
+    run.seen = np.asarray(masters(run)[1].detach())
+
+
+HIDING = [flag_off_and_on, exchange_masters, exchange_moments, one_tensor_for_all_masters, numpy_has_looked_at_one]
+
+
+@pytest.mark.parametrize("change", HIDING)
+def test_a_view_that_gc_freeze_hides_is_an_error_wherever_states_would_move_away_from_it(change):
+    with training(True, WHOLE) as run:
+        run.offloads_all = False
+        steps(run, 2)
+        gc.freeze()
+        try:
+            flag_off_and_on(run)  # what is frozen are states, and each is found
+            run.hidden = [state.view(-1)[:3] for state in states(run)]
+            gc.freeze()
+            with pytest.raises(StillShared, match=r"call gc\.unfreeze\(\)"):
+                change(run)
+                steps(run)
+        finally:
+            gc.unfreeze()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_tensor_that_several_states_are_parts_of_is_an_error_if_somebody_holds_it(is_held):
+    def act(run):
+        run.offloads_all = False
+        steps(run, 2)
+        some = [(entry, name) for entry in entries(run)[:3] for name in ("exp_avg", "exp_avg_sq")]
+        flat = torch.cat([entry[name].view(-1) for entry, name in some])
+        for (entry, name), part in zip(some, flat.split([entry[name].numel() for entry, name in some]), strict=True):
+            entry[name] = part.view(entry[name].shape)  # in C++ each holds `flat`
+        held = [flat] if is_held else []
+        del flat
+        return steps(run, 2), exact(held)
+
+    if is_held:
+        with training(True, WHOLE) as run, pytest.raises(StillShared, match=r"spans it and other.*\.data\.clone\(\)"):
+            act(run)
+    else:
+        both(act, WHOLE)
+
+
+def test_a_view_of_a_state_that_is_not_contiguous_is_an_error_and_its_clone_trains_on():
+    with training(True, WHOLE, **OPTIMIZERS["muon"]) as run:
+        steps(run, 2)
+        state = next(master for master in masters(run) if master.dim() == 2)
+        state.data = state.data.t().contiguous().t()
+        row = state.detach()[1]
+        with pytest.raises(StillShared, match="that is not contiguous"):
+            release(run)
+        state.data = state.data.clone().contiguous()
+        del row
+        release(run)
 
 
 @pytest.mark.parametrize("config", [WHOLE, PACKED], ids=["whole", "packed"])

@@ -273,7 +273,7 @@ class Views:
 
     PyTorch does not list them, but counts the users of the storage. If it has others than it had, one look at all
     objects of the process finds them, and those of all other `Views`: 0.15 s for 800,000 objects. Frozen ones
-    (`gc.freeze`) are not found, nor what C++ holds alone.
+    (`gc.freeze`) are not found, nor what C++ holds alone: `hides_some` says so.
 
     `own` is a tensor on the storage, which the owner alone uses if `is_owners`; `users` is how many users are not
     others'. Several `Views` may have one storage: states that others have put into one tensor.
@@ -300,9 +300,15 @@ class Views:
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Have the owner keep some of those that were added; the others that are on the storage are others'."""
         kept = {id(tensor) for tensor in tensors}
-        owners, place = _alive(self._of_owner), self._storage._cdata
-        left = [each for each in owners if id(each) not in kept and each.untyped_storage()._cdata == place]
-        self._list([each for each in owners if id(each) in kept], [*self.found, *left])
+        owners = _alive(self._of_owner)
+        left = [each for each in owners if id(each) not in kept and each.untyped_storage()._cdata == self.place]
+        others = {id(each): each for each in (*self.found, *left)}  # others may have held one before the owner did
+        self._list([each for each in owners if id(each) in kept], others.values())
+
+    @property
+    def place(self) -> int:
+        """Which storage it is."""
+        return self._storage._cdata
 
     def are_known(self) -> bool:
         """Return whether nobody else has made a tensor on the storage since `find`."""
@@ -314,6 +320,17 @@ class Views:
         """Those that `find` has found."""
         return _alive(self._of_others)
 
+    def that_span(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return those of `found` that are of a tensor and of other memory, or of one that is not contiguous.
+
+        Only those that code in Python holds: a tensor that was divided into states lives on in C++ alone, as the base
+        of these views. Before Python counted the holders in C++, these could not be told apart: then it returns none.
+        """
+        refs = [r for r in self._of_others if sys.getrefcount(r()) > _HELD_ONCE or r()._use_count() == 1]  # pyright: ignore[reportOptionalMemberAccess]
+        several = [each for each in _alive(refs if _COUNTS_ALL else ()) if each is getattr(each, "_local_tensor", each)]
+        whole = tensor.is_contiguous()
+        return [each for each in several if _overlap(each, tensor) and not (whole and lies_in(each, tensor))]
+
     def find(self) -> list[torch.Tensor]:
         """Return them all."""
         if not self.are_known():
@@ -321,6 +338,18 @@ class Views:
             _looks += 1
             look_for(_views)
         return self.found
+
+    def hides_some(self, known: Iterable[torch.Tensor]) -> bool:
+        """Return whether somebody uses the storage whom `find` does not find, and who is none of these tensors."""
+        if _users(self._storage) == 2:  # `own`, and the object that is the storage in Python
+            return False
+        tensors = [*self.find(), *_alive(self._of_owner), *(each._own for each in _views), *known]
+        with own():
+            local = {
+                id(it): it for each in tensors if torch._C._has_storage(it := getattr(each, "_local_tensor", each))
+            }
+            there = [it for it in local.values() if it.untyped_storage()._cdata == self.place]
+        return _users(self._storage) > len(there) + 1
 
 
 def _alive(refs: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
@@ -332,7 +361,7 @@ def look_for(views: Iterable[Views]) -> None:
     stale: dict[int, list[Views]] = {}
     for each in views:
         if not each.are_known():
-            stale.setdefault(each._storage._cdata, []).append(each)
+            stale.setdefault(each.place, []).append(each)
     found: dict[int, list[torch.Tensor]] = {place: [] for place in stale}
     owners = {id(each._own) for each in _views if each._is_owners}
     with own():
@@ -356,13 +385,19 @@ def first_byte(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
+def _end_byte(tensor: torch.Tensor) -> int:
+    """Return the place after a tensor's last byte in its storage."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return first_byte(tensor) + span * tensor.itemsize
+
+
 def lies_in(view: torch.Tensor, whole: torch.Tensor) -> bool:
     """Return whether the memory of a tensor is a part of a contiguous one's on the same storage."""
-    span = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
-    return (
-        first_byte(whole) <= first_byte(view)
-        and first_byte(view) + span * view.itemsize <= first_byte(whole) + whole.nbytes
-    )
+    return first_byte(whole) <= first_byte(view) and _end_byte(view) <= _end_byte(whole)
+
+
+def _overlap(view: torch.Tensor, other: torch.Tensor) -> bool:
+    return first_byte(other) < _end_byte(view) and first_byte(view) < _end_byte(other)
 
 
 def rebind(view: torch.Tensor, storage: torch.UntypedStorage, place: int) -> None:

@@ -8,6 +8,7 @@ that is copied in its place. Nothing else decides whether a state tensor may be 
 from __future__ import annotations
 
 import enum
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,16 @@ AWAY = (
     "bridge_fgo.reload_states() first, or Residency.reload('optimizer'), between steps and on the thread that trains"
 )
 """The error that such code gets."""
+HIDDEN = (
+    "cannot move with its slab: a view of it, which would keep old bytes, cannot be found, as gc.freeze() hides it or "
+    "C++ code alone holds it: call gc.unfreeze(), or let go of the view"
+)
+SPANNING = (
+    "cannot move with its slab: a tensor of shape {}, which would keep old bytes, spans it and other memory, or is of "
+    "one that is not contiguous: let go of that, or give states memory of their own: "
+    "state.data = state.data.clone().contiguous()"
+)
+_slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
 
 
 class SlabState(enum.Enum):
@@ -241,6 +252,7 @@ class Slab(SlabStateMachine):
         self.host: HostBuffer = HostBuffer(self.nbytes)  # copies out write it, copies in read it
         self.spares: list[HostBuffer] = []  # others, for while the bytes of `host` have to stay
         self.least_spares = 0  # how many of them it has, also where none is lent
+        _slabs.add(self)
 
     @override
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -382,12 +394,19 @@ class Slab(SlabStateMachine):
         ]
         for state, tensor, _ in strangers:
             state.check_size(tensor)
+        # Each is known by itself, and by the storage that is asked for. All first: one look finds the views of all.
+        views = [Views(tensor, users=2, is_owners=False) for _, tensor, _ in strangers if copy]
+        self._require_found(views)
+        for others, (state, tensor, _) in zip(views, strangers, strict=False):
+            spanning = others.that_span(tensor)
+            known = {id(each) for each in _known()} if spanning else ()
+            for each in spanning:
+                if id(each) not in known:
+                    raise StillShared(f"{state.name!r} {SPANNING.format(tuple(each.shape))}")
         self._live_in(gpu)
         if copy and strangers:
             moved = [tensor for _, tensor, _ in strangers if self.holds(local(tensor))]
             self._leave_to_others([(state, offset) for state, _, offset in strangers], moved)
-        # Each is known by itself, and by the storage that is asked for. All first: one look finds the views of all.
-        views = [Views(tensor, users=2, is_owners=False) for _, tensor, _ in strangers if copy]
         moving = [
             (view, offset + first_byte(view) - first_byte(tensor))
             for others, (_, tensor, offset) in zip(views, strangers, strict=False)
@@ -410,6 +429,12 @@ class Slab(SlabStateMachine):
             self._views.add((tensor for _, tensor, _ in strangers), others)
         return bool(strangers)
 
+    def _require_found(self, all_views: Iterable[Views]) -> None:
+        """Raise StillShared if others hold views that cannot be found: they would be stale once the states move."""
+        for each in {views.place: views for views in all_views}.values():
+            if each.hides_some(_known()):
+                raise StillShared(f"{self.states[0].name!r} {HIDDEN}")
+
     def _leave_to_others(self, places: list[tuple[State, int]], moved: list[torch.Tensor]) -> None:
         """Have views of what was in the place of some states, which others have put elsewhere, keep it elsewhere.
 
@@ -417,6 +442,7 @@ class Slab(SlabStateMachine):
         """
         assert self._views is not None and self.gpu is not None
         self._views.keep(tensor for state in self.states if (tensor := state.read()) is not None and self.holds(tensor))
+        self._require_found([self._views])
         views = self._views.find()
         for state, offset in places if views else ():
             place = self.gpu[offset : offset + state.nbytes]
@@ -484,7 +510,9 @@ class Slab(SlabStateMachine):
                 raise StillShared(
                     f"{self.states[0].name!r} cannot be emptied: something (numpy, another process) shares its memory"
                 )
-            views, gpu = [] if self._views is None else self._views.find(), torch.empty_like(self.gpu)
+            assert self._views is not None
+            self._require_found([self._views])
+            views, gpu = self._views.find(), torch.empty_like(self.gpu)
             self._bind(gpu, copy=False)
             for view in views:
                 if view is local(view):
@@ -624,6 +652,13 @@ class Part(PartBytes):
 
 
 # Several slabs.
+
+
+def _known() -> Iterator[torch.Tensor]:
+    for slab in _slabs:
+        for state in slab.states:
+            yield from state.handles()
+        yield from (host.tensor for host in slab.hosts)
 
 
 def require_readable(slabs: Iterable[Slab]) -> None:

@@ -17,7 +17,7 @@ from bridge_fgo.tools.job import table
 from bridge_fgo.tools.job.answers import refuse_gpus_at_once
 from bridge_fgo.tools.job.names import refuse_overrides_at_once
 from bridge_fgo.tools.job.target import refuse_at_once
-from bridge_fgo.tools.options import takes_offload_options
+from bridge_fgo.tools.options import mistake, takes_offload_options
 from bridge_fgo.tools.plan.log import of_log
 from bridge_fgo.tools.plan.options import Settings as PlanSettings
 from bridge_fgo.tools.settings import DoctorSettings, takes_settings
@@ -101,8 +101,7 @@ def print_recipe_table(
     try:
         typer.echo("\n".join(table.lines(words or ())))
     except ValueError as error:
-        typer.echo(f"bridge-fgo recipes table: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise mistake("bridge-fgo recipes table", error) from None
 
 
 # Interspersed arguments are off: from SCRIPT on everything is the script's own, also what
@@ -139,8 +138,7 @@ def run_command(
     try:
         run_script.prepare(request)
     except ValueError as error:
-        typer.echo(f"bridge-fgo run: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise mistake("bridge-fgo run", error) from None
     if keep.is_needed(offload):
         raise typer.Exit(keep.keep([sys.executable, "-m", "bridge_fgo", *sys.argv[1:]], keep.RESTARTS))
     context.obj.append(request)
@@ -169,8 +167,7 @@ def keep_command(
     try:
         status = keep.keep(command or (), restarts, memory_gib, idle_minutes)
     except (ValueError, OSError) as error:
-        typer.echo(f"bridge-fgo keep: {error}", err=True)
-        raise typer.Exit(2) from None
+        raise mistake("bridge-fgo keep", error) from None
     raise typer.Exit(status)
 
 
@@ -178,8 +175,7 @@ def run_of_checkout(context: typer.Context) -> None:
     """Pass a command on to the harness, which lies beside the package in a checkout and in no wheel."""
     name, tests = str(context.info_name), Path(__file__).resolve().parents[2] / "tests"
     if not (tests / "harness").is_dir():
-        typer.echo(f"bridge-fgo {name}: needs a checkout of bridge_fgo: use `uv run bridge-fgo {name}` there", err=True)
-        raise typer.Exit(2)
+        raise mistake(f"bridge-fgo {name}", f"needs a checkout of bridge_fgo: use `uv run bridge-fgo {name}` there")
     sys.path.insert(0, str(tests))
     importlib.import_module("harness.commands").app([name, *context.args], prog_name="bridge-fgo")
 

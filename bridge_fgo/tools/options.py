@@ -1,6 +1,6 @@
-"""The options of every command line, made from the fields of `OffloadConfig`: for typer and NeMo-Run.
+"""The options of every command line, made from the fields of `OffloadConfig`, and how one ends after a mistake.
 
-Each of the two returns what the user gave as keyword arguments of `OffloadConfig`. A setting that the user did not
+typer and NeMo-Run return what the user gave as keyword arguments of `OffloadConfig`. A setting that the user did not
 give is left out and keeps its default. `--slab-bytes`, `slab_bytes=` and `optimizer.offload.slab_bytes=` set the same
 field.
 """
@@ -159,3 +159,9 @@ OffloadOptions = make_dataclass(
     "OffloadOptions", [(option.setting, _given_type(option), None) for option in OPTIONS], kw_only=True, module=__name__
 )
 """Base of a dataclass with a command line's settings: one field for each option, None if it was not given."""
+
+
+def mistake(command: str, error: object) -> SystemExit:
+    """Print a user's mistake in one line; return what ends the process, with status 2 for any command."""
+    typer.echo(f"{command}: {error}", err=True)
+    return SystemExit(2)

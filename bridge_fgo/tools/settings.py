@@ -9,7 +9,7 @@ import typer
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.overrides import refuse_without_value
-from bridge_fgo.tools.options import takes_offload_options
+from bridge_fgo.tools.options import mistake, takes_offload_options
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
@@ -35,8 +35,8 @@ def takes_settings(cls: type[Any], run: Callable[[Any], int], name: str) -> Call
         try:
             status = run(cls(**given))
         except mistakes as error:
-            typer.echo("\n".join([f"bridge-fgo {name}: {error}", *getattr(error, "__notes__", ())]), err=True)
-            raise typer.Exit(2) from None
+            told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            raise mistake(f"bridge-fgo {name}", told) from None
         raise typer.Exit(status)
 
     hints = get_type_hints(cls, include_extras=True)

@@ -1,10 +1,14 @@
 """What is away brings itself back when it is touched, or says what to call: states, storages, and views of them."""
 
+import copy
 import gc
+import io
 import weakref
 
 import pytest
+import safetensors.torch
 import torch
+import torch.utils.dlpack
 from accesses import ACCESSES, assert_same
 from debug_transfers import DebugTransfers
 from fake_training import Training, use_small_parts
@@ -113,6 +117,31 @@ def test_states_that_are_dropped_while_they_are_away_go_at_once(small):
         gc.enable()
 
 
+BY_STORAGE = {
+    "address": lambda t: t.untyped_storage().data_ptr(),
+    "copy": lambda t: copy.deepcopy(t.untyped_storage()),
+    "clone": lambda t: t.untyped_storage().clone(),
+    "saved": lambda t: torch.save(t.untyped_storage(), io.BytesIO()),
+    "set": lambda t: torch.empty(0).set_(t.untyped_storage(), 0, t.shape, t.stride()).sum(),  # pyright: ignore
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "safetensors": lambda t: safetensors.torch.save({"a": t}),
+}
+
+
+@pytest.mark.skipif(not REFUSES_ADDRESSES, reason="needs PyTorch 2.12")
+@pytest.mark.parametrize("name", BY_STORAGE)
+def test_code_that_reads_states_through_their_storage_gets_the_error_or_finds_them_after_a_reload(name, small):
+    training = trained()
+    training.away()
+    tensor, of_twin = training.states()[0]
+    assert tensor.untyped_storage().nbytes() == 0
+    with pytest.raises(RuntimeError, match=r"call bridge_fgo\.reload_states\(\) first"):
+        BY_STORAGE[name](tensor)
+    training.engine.require_writable()
+    BY_STORAGE[name](tensor)
+    assert tensor.equal(of_twin)
+
+
 VIEWS = {
     "view": lambda tensor: tensor.view(-1),
     "detached": lambda tensor: tensor.detach(),
@@ -143,6 +172,15 @@ def test_views_that_others_made_before_find_the_states_and_training_goes_on_with
     training.engine.reload()
     training.finish()
     training.check()
+
+
+def test_a_view_that_others_held_before_the_owner_took_it_is_listed_once_when_it_is_given_up():
+    memory = torch.zeros(8)
+    view, views = memory[2:4], guard.Views(memory)
+    views.add((), [view])
+    views.add([view])
+    views.keep([])
+    assert len(views.found) == 1
 
 
 def test_code_that_makes_new_views_in_each_step_is_told_once(small, monkeypatch):

@@ -98,7 +98,9 @@ OF_THE_SECOND_HOUR = [
     ("train llama3_70b_64gpu", 2, "bridge_fgo.recipes.train: recipe='llama3_70b_64gpu' needs GPUs", TORCH),
     ("launch --factory llama3_70b_64gpu account=ME gpu_memory_budget_gib=auto --dryrun", 0, "nothing is "
      "saved before the time limit ends, and the job is not queued again then: checkpoints=FOLDER", BUILT),
-    ("apply.py nowhere", 1, "patches/apply.py: ", LIGHT),
+    ("launch --factory nothere account=ME --dryrun", 2, "pretrain: recipe='nothere'", BUILT),
+    ("launch --factory", 2, "pretrain: ", BUILT),
+    ("apply.py nowhere", 2, "patches/apply.py: ", LIGHT),
 ]  # fmt: skip
 """Status, first line that is no banner of NeMo-Run's, and the kind of what one tries next.
 
@@ -170,7 +172,7 @@ def test_a_launch_without_nemo_run_says_how_to_install_it():
     command = [sys.executable, "-c", f"import runpy, sys; {module}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     said = "pretrain: NeMo-Run is not installed: pip install '.[nemo]' in a checkout of bridge_fgo"
-    assert (done.returncode, done.stderr.strip()) == (1, said)
+    assert (done.returncode, done.stderr.strip()) == (2, said)
 
 
 @pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--nonsense", 2)])
