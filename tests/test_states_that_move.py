@@ -236,3 +236,16 @@ def test_entries_of_the_optimizers_state_are_in_the_order_of_parameters(config):
         return [numbers.get(id(param), param.shape) for param in inner(run).state]
 
     both(act, config)
+
+
+@pytest.mark.parametrize("options", [{}, OPTIMIZERS["muon"]], ids=["Adam", "Muon"])
+@pytest.mark.parametrize("trouble", ["rerun_steps", "grad_norm_skip_steps"])
+def test_states_that_code_takes_out_before_a_second_step_that_is_rerun_or_skipped_train_on(trouble, options):
+    def act(run):
+        run.offloads_all = False  # what was taken out stays on the GPU
+        steps(run, 1)
+        run.kept = [dict(entry) for entry in entries(run)]
+        inner(run).state.clear()
+        return steps(run, 3), run.kept
+
+    both(act, WHOLE, **options, **{trouble: frozenset({2})})

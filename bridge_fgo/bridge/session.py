@@ -90,7 +90,7 @@ class Session:
         self._over_budget = False
         self._planned_steps = 0  # those with a plan so far
         self._is_proven = False  # whether a step has released what was planned
-        self._had_states = False  # whether there was anything to release in a step that proves nothing yet
+        self._had_bytes = 0  # of states that existed as the newest pass of a step that proves nothing yet began
         self._add_waits()
         lease.is_stepped = True
         _sessions.add(self)
@@ -170,13 +170,16 @@ class Session:
         """Raise RuntimeError if the offload is a silent no-op, in whole or in part.
 
         A step that had any state released at least something; and the first step after an update, when every state
-        exists, released what was planned.
+        exists, released what was planned. If code has removed states since, which the next update makes anew, a later
+        step has to.
         """
         if self._is_proven:
             return
         planned, freed = self.engine.planned_bytes, self.engine.traffic.most_released
-        has_all = self._updates_before > 0
-        if freed < (ENOUGH_RELEASED * planned if has_all else int(self._had_states)):
+        enough = ENOUGH_RELEASED * planned
+        is_remade = not self.updated or self.engine.existing_bytes() >= enough
+        has_all = self._updates_before > 0 and not (self._had_bytes < enough and is_remade)
+        if freed < (enough if has_all else int(self._had_bytes > 0)):
             raise RuntimeError(
                 f"{ASKED_BY[self.lease.owner]}, but a training step released {freed} bytes of the {planned} planned "
                 f"(engine {self.engine.name}): it would be a silent no-op. Please report this with the output of the "
@@ -187,7 +190,7 @@ class Session:
     def begin_pass(self, is_replayed: bool = False) -> None:
         """Start the copies out: a pass begins, or a CUDA graph that has captured passes replays one."""
         if not self._is_proven:
-            self._had_states = self._had_states or self.engine.has_states()
+            self._had_bytes = self.engine.existing_bytes()
         if news := self.engine.traffic.touches.news():
             warn(news)
         if self.gradients is not None:

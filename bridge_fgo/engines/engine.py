@@ -55,8 +55,8 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def has_states(self) -> bool:
-        """Return whether there is anything to offload yet."""
+    def existing_bytes(self) -> int:
+        """Return the bytes of the planned states that exist, wherever they are."""
 
     def resident_note(self) -> str:
         """Return, in words, what stays on the GPU and why; empty if nothing does."""

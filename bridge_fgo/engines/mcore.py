@@ -246,8 +246,8 @@ class McoreEngine(Engine):
         return sum(power_of_two_at_least(buffer.nbytes) for buffer in buffers)
 
     @override
-    def has_states(self) -> bool:
-        return any(member.existing_bytes() for member in self._of())
+    def existing_bytes(self) -> int:
+        return sum(member.existing_bytes() for member in self._of())
 
     @override
     def begin_pass(self, is_like_others: bool = True) -> None:

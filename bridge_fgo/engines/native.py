@@ -144,8 +144,8 @@ class NativeEngine(CheckpointingEngine):
         return self.schedule.queue.failed_fetches
 
     @override
-    def has_states(self) -> bool:
-        return any(slab.exists() for slab in self.slabs)
+    def existing_bytes(self) -> int:
+        return sum(state.nbytes for slab in self.slabs for state in slab.states if state.read() is not None)
 
     def _count_whole_steps(self) -> None:
         """Count all states of the sources whose step is not divided in plans; measure anew if these have changed."""

@@ -27,8 +27,8 @@ class RecordingEngine(Engine):
         self.sources, self.events, self.freed = sources, events, freed
         self.traffic = Traffic()
 
-    def has_states(self):
-        return True
+    def existing_bytes(self):
+        return 100
 
     def release(self):
         self.events.append("release")

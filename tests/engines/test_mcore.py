@@ -291,11 +291,11 @@ def test_an_engine_of_generation_1_offloads_every_state_and_none_before_there_ar
     engine = engine_of(optimizer, FakeGeneration1())
     assert engine.name == "mcore generation 1"
     assert engine.state_bytes == engine.planned_bytes == 2 * 3 * MASTERS
-    assert engine.has_states() and engine.resident_note() == ""
+    assert engine.existing_bytes() and engine.resident_note() == ""
     empty = engine_of()
     for verb in (empty.begin_pass, empty.release, empty.reload, empty.settle, empty.require_writable, empty.close):
         verb()
-    assert (empty.state_bytes, empty.pinned_bytes, empty.has_states(), empty.is_lost) == (0, 0, False, False)
+    assert (empty.state_bytes, empty.pinned_bytes, empty.existing_bytes(), empty.is_lost) == (0, 0, 0, False)
 
 
 # Generation 2.

@@ -94,5 +94,5 @@ def test_a_rank_with_nothing_to_update_has_a_device_and_an_engine(is_stub):
     engine.end_step(updated=True)
     engine.offload_now()
     engine.require_writable()
-    assert (engine.pinned_bytes, engine.has_states(), engine.is_lost) == (0, False, False)
+    assert (engine.pinned_bytes, engine.existing_bytes(), engine.is_lost) == (0, 0, False)
     engine.close()
