@@ -538,7 +538,7 @@ class Slab(SlabStateMachine):
 
     def host_view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the host buffer at an offset in bytes as a tensor like one that lives there."""
-        return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self.host.for_host()[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def share_host(self, buffer: SharedHostBuffer) -> None:
         """Use a buffer that can be lent, with the same bytes, from now on; no copy out may be under way."""
