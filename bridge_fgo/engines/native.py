@@ -146,7 +146,9 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def pinned_bytes(self) -> int:
-        return sum(slab.pinned_bytes for slab in self.slabs) + (0 if self.file is None else self.file.pinned_bytes)
+        return sum(slab.pinned_bytes for slab in self.slabs) + sum(
+            memory.pinned_bytes for memory in (self.file.memory if self.file is not None else ())
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -156,7 +158,7 @@ class NativeEngine(CheckpointingEngine):
 
     def file_note(self) -> str:
         """Return what is in files, and the time that this adds to a step at most, for a line."""
-        if (file := self.file) is None or file.rates is None:
+        if (file := self.file) is None:
             return f"nothing in {self.config.nvme_folder}, as it fits"
         read, written = (rate / 1e9 for rate in file.rates)
         return (

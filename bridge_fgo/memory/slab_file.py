@@ -13,24 +13,24 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, override
 
 import torch
 
 from bridge_fgo.config import OffloadConfig, readable
-from bridge_fgo.memory.host_buffer import HostBuffer, file_system, mapped, unnamed_file
+from bridge_fgo.memory.host_buffer import HostBuffer, at_once, file_system, mapped, unnamed_file
 from bridge_fgo.memory.meters import Traffic
 
 BUFFERS = 5
 MOST_AHEAD = 3  # buffers that hold what no copy in has asked for yet: copies out have the others
 REQUEST_BYTES = 8 * 2**20  # of a read or a write
-REQUESTS = 8  # under way at once, in each direction
+REQUESTS = 8  # under way at once, in each direction; more than buffers, each of which may have a thread wait for a copy
 BLOCK_BYTES = 4096  # to which `O_DIRECT` aligns memory, places and lengths
 POLL_SECONDS = 5e-4  # between two looks whether a copy is over
 PROBE_SECONDS = 0.4  # in each direction
@@ -98,32 +98,30 @@ def direct_file(folder: str, nbytes: int) -> int:
 class SlabFile:
     """The file of a rank, its buffers and its threads; `sizes` are those of the slabs, in bytes.
 
-    Buffers that no thread will give back hold what was read ahead. Whoever lacks one takes the newest of these, so
-    nobody waits forever.
+    A buffer that no thread gives back by itself has been read for a copy in. Whoever lacks one takes the newest of
+    these, so that nobody waits forever.
     """
 
     def __init__(self, folder: str, sizes: Sequence[int], traffic: Traffic) -> None:
-        self.folder, self._traffic = folder, traffic
+        self.folder, self.traffic = folder, traffic
         self.nbytes = sum(map(blocks, sizes))
         self.file = direct_file(folder, self.nbytes)
         weakref.finalize(self, os.close, self.file).atexit = False
         self.memory = [HostBuffer(blocks(max(sizes))) for _ in range(BUFFERS)]
-        self.changes = threading.Condition()  # held for all that follows
-        self._free = list(self.memory)
-        self._busy = 0  # buffers that a thread gives back, or makes ready
-        self._ready: dict[DiskBuffer, None] = {}  # that have been read, the newest last
-        self._ahead: set[DiskBuffer] = set()  # that have been read ahead, or are being
-        self._wanted: dict[DiskBuffer, None] = {}  # to be read ahead, in order
+        self.rates = 0.0, 0.0  # bytes per second of reads and writes, as `probe` finds them
         self.error: Exception | None = None  # of a write
-        self.rates: tuple[float, float] | None = None  # bytes per second of reads and writes, as `probe` found them
+        self.changes = threading.Condition()  # held for what follows, and for a slab's own
+        self.free = list(self.memory)
+        self.busy = 0  # buffers that a thread gives back, or makes ready
+        self.ready: dict[DiskBuffer, None] = {}  # that have been read, the newest last
+        self.ahead: set[DiskBuffer] = set()  # that have been read ahead, or are being
+        self.wanted: dict[DiskBuffer, None] = {}  # to be read ahead, in order
+        self.tasks = SimpleQueue[Any](), SimpleQueue[Any]()  # around reads, and writes
         self._next = 0
-        self._copies = SimpleQueue[Any]()
-        self._requests = SimpleQueue[Any](), SimpleQueue[Any]()  # reads and writes
-        begin = partial(_use_device, torch.cuda.current_device()) if torch.cuda.is_initialized() else lambda: None
-        loops = [(_watch, (begin, self._copies)), *((_serve, (q,)) for q in self._requests for _ in range(REQUESTS))]
-        for loop, arguments in loops:
-            threading.Thread(target=loop, args=arguments, daemon=True, name="bridge_fgo slab file").start()
-        weakref.finalize(self, _stop, self._copies, *self._requests).atexit = False
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        for tasks in self.tasks * REQUESTS:
+            threading.Thread(target=_serve, args=(tasks, device), daemon=True, name="bridge_fgo slab file").start()
+        weakref.finalize(self, _stop, self.tasks).atexit = False
 
     def buffer(self, nbytes: int) -> DiskBuffer:
         """Return the host buffer of the next slab."""
@@ -134,16 +132,6 @@ class SlabFile:
     def buffer_bytes(self) -> int:
         """Bytes of host memory that the buffers take."""
         return sum(each.tensor.numel() for each in self.memory)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of these that are page-locked."""
-        return sum(each.pinned_bytes for each in self.memory)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether a buffer is free."""
-        return bool(self._free)
 
     def raise_error(self) -> None:
         """Raise RuntimeError if a write has failed; the buffer still has its bytes, so that no state is lost."""
@@ -159,104 +147,51 @@ class SlabFile:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context in which the training thread may wait for the disk; the time counts as that, and not as a move's."""
+        """Context in which training may wait for the disk; the time counts as that, and not as a move's."""
         started = time.perf_counter()
         try:
             with self.changes:
                 yield
         finally:
             waited = time.perf_counter() - started
-            self._traffic.file_seconds += waited
-            self._traffic.seconds -= waited
+            self.traffic.file_seconds += waited
+            self.traffic.seconds -= waited
 
     def take(self) -> HostBuffer:
         """Return a buffer, once one is free; raise the error of writes if these have failed for all."""
-        while not self._free:
-            if self._busy:
+        while not self.free:
+            if self.busy:
                 self.changes.wait()
-            elif self._ready:
-                next(reversed(self._ready)).drop()
+            elif self.ready:
+                next(reversed(self.ready)).drop()
             else:
                 self.raise_error()
-                raise RuntimeError("no buffer of a slab file is free, nor will be")
-        self._busy += 1
-        return self._free.pop()
-
-    def give_back(self, memory: HostBuffer, was_busy: bool = True) -> None:
-        """Take a buffer that nothing uses any more, and read ahead."""
-        self._busy -= was_busy
-        self._free.append(memory)
-        self.start_wanted()
-        self.changes.notify_all()
-
-    def forget(self, of: DiskBuffer) -> None:
-        """Forget that a slab's bytes were, or were to be, read ahead."""
-        self._wanted.pop(of, None)
-        self._ready.pop(of, None)
-        self._ahead.discard(of)
-
-    def want(self, of: DiskBuffer) -> None:
-        """Read a slab's bytes ahead, after those that were wanted before."""
-        self._wanted[of] = None
-        self.start_wanted()
+        self.busy += 1
+        return self.free.pop()
 
     def start_wanted(self) -> None:
-        """Begin to read what is wanted, as far as there are buffers for it."""
-        while self._wanted and self._free and len(self._ahead) < MOST_AHEAD:
-            of = next(iter(self._wanted))
-            if of.is_moving:
-                return  # it is read once it is written
-            del self._wanted[of]
+        """Begin to read what is wanted, as far as there are buffers for it; wake who waits."""
+        while self.wanted and self.free and len(self.ahead) < MOST_AHEAD:
+            of = next(iter(self.wanted))
+            if of.left:
+                break  # it is read once it is written
+            del self.wanted[of]
             if of.memory is None and of.error is None:
-                self._ahead.add(of)
-                of.memory = self.take()
-                self.start(of, is_write=False)
-
-    def after(self, has_happened: Callable[[], bool] | None, then: Callable[[], None]) -> None:
-        """Call `then` once a copy is over."""
-        if has_happened is None:
-            then()
-        else:
-            self._copies.put((has_happened, then))
-
-    def start(self, of: DiskBuffer, is_write: bool) -> None:
-        """Begin to read or write a slab's bytes, which counts as a move until all requests have ended."""
-        assert of.moved_bytes, "a slab is read that was never written"
-        of.is_moving = True
-        starts = range(0, of.moved_bytes, REQUEST_BYTES)
-        of.requests = len(starts)
-        for start in starts:
-            self._requests[is_write].put(partial(self._request, of, start, is_write))
-
-    def _request(self, of: DiskBuffer, start: int, is_write: bool) -> None:
-        error = None
-        try:
-            of.request(start, is_write)
-        except Exception as caught:  # it is raised in the training thread
-            error = caught
-        with self.changes:
-            of.error = of.error or error
-            of.requests -= 1
-            if not of.requests:
-                self._end(of, is_write)
-
-    def _end(self, of: DiskBuffer, is_write: bool) -> None:
-        of.is_moving = False
-        memory = of.memory
-        assert memory is not None
-        self._busy -= 1
-        if is_write:
-            self._traffic.to_file += of.moved_bytes
-            self.error = self.error or of.error
-        else:
-            self._traffic.from_file += of.moved_bytes
-        if is_write == (of.error is None):
-            of.memory = None
-            self.give_back(memory, was_busy=False)
-        elif not is_write:
-            self._ready[of] = None
-        self.start_wanted()
+                self.ahead.add(of)
+                of.start_read()
         self.changes.notify_all()
+
+    def give_back(self, memory: HostBuffer) -> None:
+        """Take a buffer that nothing uses any more."""
+        self.free.append(memory)
+        self.start_wanted()
+
+    def give_back_after(self, has_happened: Callable[[], bool], memory: HostBuffer) -> None:
+        """Take a buffer, in a thread, once a copy in is over."""
+        _wait_for(has_happened)
+        with self.changes:
+            self.busy -= 1
+            self.give_back(memory)
 
     def move(self, memory: HostBuffer, begin: int, end: int, start: int, is_write: bool) -> None:
         """Read or write the bytes from `begin` to `end` of a buffer, at `start` in the file; raise OSError."""
@@ -300,7 +235,7 @@ class SlabFile:
         """End the use of the buffers."""
         with self.changes:
             # Race: pages would be unlocked that the disk still reads or writes.
-            self.changes.wait_for(lambda: not self._busy)
+            self.changes.wait_for(lambda: not self.busy)
         for memory in self.memory:
             memory.close()
 
@@ -315,60 +250,51 @@ class DiskBuffer(HostBuffer):
         super().__init__(nbytes)
         self.untouched_bytes, self.is_to_lock = 0, False
         self.memory: HostBuffer | None = None  # the buffer that has its bytes
-        self.is_moving = False  # whether they are on their way between that and the file
-        self.moved_bytes = 0  # in whole blocks
-        self.requests = 0  # of the move that have not ended
+        self.left = 0  # requests that have not ended, of the move between that and the file
         self.error: Exception | None = None  # of the newest move; of a write, `memory` still has the bytes
+        self._moved_bytes = 0  # in whole blocks
         self._sums: dict[int, int] = {}  # of what was written, by place
 
     @override
     def _map(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mapped(self._file.file, nbytes, self._start), dtype=torch.uint8)
 
-    def request(self, start: int, is_write: bool) -> None:
-        """Read or write one request's bytes, or raise OSError."""
-        assert self.memory is not None
-        end = min(start + REQUEST_BYTES, self.moved_bytes)
-        if not is_write:
-            self._file.move(self.memory, start, end, self._start + start, is_write)
-        # Some 4 GB/s a thread: eight keep up with a disk.
-        found = zlib.crc32(memoryview(self.memory.tensor.numpy())[start:end])
-        if is_write:
-            self._sums[start] = found
-            self._file.move(self.memory, start, end, self._start + start, is_write)
-        elif self._sums.get(start, found) != found:
-            raise OSError(f"{end - start} bytes at {self._start + start} are others than were written")
-
-    def _settle(self) -> None:
-        while self.is_moving:
-            self._file.changes.wait()
-
-    def drop(self) -> None:
-        """Forget what was read."""
-        self._file.forget(self)
-        if self.memory is not None:
-            if self.error is not None:  # it could not be written: the buffer has the only copy
-                self._file.raise_error()
-            memory, self.memory = self.memory, None
-            self._file.give_back(memory, was_busy=False)
+    # The thread that trains.
 
     @override
     def before_write(self) -> None:
         with self._file.waiting():
-            # Race: a write of an offload that was given up would put older bytes into the file.
-            self._settle()
+            self._settle()  # of a write whose offload was given up, too
             self.drop()
             self._sums.clear()
+
+    def _settle(self) -> None:
+        while self.left:
+            self._file.changes.wait()
+
+    def drop(self) -> None:
+        """Forget what was, or was to be, read."""
+        self._forget()
+        if self.memory is not None:
+            if self.error is not None:  # it could not be written: the buffer has the only copy
+                self._file.raise_error()
+            memory, self.memory = self.memory, None
+            self._file.give_back(memory)
+
+    def _forget(self) -> None:
+        self._file.wanted.pop(self, None)
+        self._file.ready.pop(self, None)
+        self._file.ahead.discard(self)
 
     @property
     def is_ready(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether its bytes have been read, or could not be."""
-        return not self.is_moving and (self.memory is not None or self.error is not None)
+        return not self.left and (self.memory is not None or self.error is not None)
 
     @property
     def has_room(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether a buffer is free for a copy out."""
-        return self._file.has_room
+        return bool(self._file.free)
 
     @override
     def to_fill(self) -> torch.Tensor:
@@ -378,49 +304,43 @@ class DiskBuffer(HostBuffer):
         return self.memory.tensor
 
     @override
-    def filled(self, nbytes: int, has_happened: Callable[[], bool] | None = None) -> None:
-        self.moved_bytes, self.is_moving = blocks(nbytes), True
+    def filled(self, nbytes: int, has_happened: Callable[[], bool] = at_once) -> None:
+        self._moved_bytes = blocks(nbytes)
         # Race: the file would get what the copy out has not written yet.
-        self._file.after(has_happened, partial(self._file.start, self, True))
-
-    @override
-    def to_empty(self) -> torch.Tensor:
-        with self._file.waiting():
-            self._file._wanted.pop(self, None)
-            self._settle()
-            if self.memory is None and self.error is None:
-                self.memory = self._file.take()
-                self._file.start(self, is_write=False)
-                self._settle()
-            if self.memory is None:
-                error, self.error = self.error, None
-                assert error is not None
-                self._file.forget(self)
-                raise self._file.failure("read", error) from error
-            return self.memory.tensor
-
-    @override
-    def emptied(self, has_happened: Callable[[], bool] | None = None) -> None:
-        with self._file.changes:
-            self._file.forget(self)
-            if self.error is not None:
-                return  # it could not be written: the buffer has the only copy
-            memory, self.memory = self.memory, None
-            assert memory is not None
-            self._file._busy += 1
-
-        def landed() -> None:
-            with self._file.changes:
-                self._file.give_back(memory)
-
-        # Race: the next read, or copy out, would overwrite what the copy in still reads.
-        self._file.after(has_happened, landed)
+        self._start_move(is_write=True, has_happened=has_happened)
 
     @override
     def read_ahead(self) -> None:
         with self._file.changes:
             if self.memory is None and self.error is None:
-                self._file.want(self)
+                self._file.wanted[self] = None
+                self._file.start_wanted()
+
+    @override
+    def to_empty(self) -> torch.Tensor:
+        with self._file.waiting():
+            self._file.wanted.pop(self, None)
+            self._settle()
+            if self.memory is None and self.error is None:
+                self.start_read()
+                self._settle()
+            if self.memory is None:
+                self._forget()
+                error, self.error = self.error, None
+                assert error is not None
+                raise self._file.failure("read", error) from error
+            return self.memory.tensor
+
+    @override
+    def emptied(self, has_happened: Callable[[], bool] = at_once) -> None:
+        with self._file.changes:
+            self._forget()
+            if self.error is None:  # else it could not be written: the buffer has the only copy
+                memory, self.memory = self.memory, None
+                assert memory is not None
+                self._file.busy += 1
+                # Race: the next read, or copy out, would overwrite what the copy in still reads.
+                self._file.tasks[False].put(partial(self._file.give_back_after, has_happened, memory))
 
     @override
     def for_host(self) -> torch.Tensor:
@@ -428,43 +348,77 @@ class DiskBuffer(HostBuffer):
             self._settle()  # Race: the host would read what has not been written yet.
             return self.tensor if self.memory is None or self.error is None else self.memory.tensor
 
+    # Reads and writes.
 
-def _use_device(index: int) -> None:
-    torch.cuda.set_device(index)  # a thread's own setting
-    torch.cuda.mem_get_info(index)  # the runtime makes its context the thread's, for the driver
+    def start_read(self) -> None:
+        """Begin to read the bytes into a buffer."""
+        self.memory = self._file.take()
+        self._start_move(is_write=False)
+
+    def _start_move(self, is_write: bool, has_happened: Callable[[], bool] = at_once) -> None:
+        starts = range(0, self._moved_bytes, REQUEST_BYTES)
+        self.left = len(starts)
+        for start in starts:
+            self._file.tasks[is_write].put(partial(self._run, start, is_write, has_happened))
+
+    def _run(self, start: int, is_write: bool, has_happened: Callable[[], bool]) -> None:
+        """Do one request, in a thread, once a copy out is over; if it was the last, note that the move has ended."""
+        error, file = None, self._file
+        try:
+            _wait_for(has_happened)
+            self._request(start, is_write)
+        except Exception as caught:  # it is raised in the training thread
+            error = caught
+        with file.changes:
+            self.error = self.error or error
+            self.left -= 1
+            if self.left:
+                return
+            file.busy -= 1
+            if is_write:
+                file.traffic.to_file += self._moved_bytes
+                file.error = file.error or self.error
+            else:
+                file.traffic.from_file += self._moved_bytes
+                file.ready[self] = None
+            if is_write == (self.error is None):  # a write that failed leaves the bytes in the buffer
+                file.ready.pop(self, None)
+                memory, self.memory = self.memory, None
+                assert memory is not None
+                file.give_back(memory)
+            file.start_wanted()
+
+    def _request(self, start: int, is_write: bool) -> None:
+        memory, end = self.memory, min(start + REQUEST_BYTES, self._moved_bytes)
+        assert memory is not None
+        if not is_write:
+            self._file.move(memory, start, end, self._start + start, is_write)
+        # Some 4 GB/s a thread: eight keep up with a disk.
+        found = zlib.crc32(memoryview(memory.tensor.numpy())[start:end])
+        if is_write:
+            self._sums[start] = found
+            self._file.move(memory, start, end, self._start + start, is_write)
+        elif self._sums.get(start, found) != found:
+            raise OSError(f"{end - start} bytes at {self._start + start} are others than were written")
 
 
-def _watch(begin: Callable[[], None], copies: SimpleQueue[Any]) -> None:
-    """Call what is to follow copies, in a thread: to wait for an event would spin."""
-    begin()
-    pending: list[Any] = []
-    while True:
-        with suppress(Empty):
-            pending.append(copies.get(timeout=POLL_SECONDS if pending else None))
-        if None in pending:
-            return
-        pending = [task for task in pending if not _follows(*task)]  # which leaves no name of one, that holds the file
+def _wait_for(has_happened: Callable[[], bool]) -> None:
+    """Wait for a copy; the driver's own wait would spin."""
+    with suppress(RuntimeError):  # the CUDA context is lost, which the training thread finds too
+        while not has_happened():
+            time.sleep(POLL_SECONDS)
 
 
-def _follows(has_happened: Callable[[], bool], then: Callable[[], None]) -> bool:
-    """Call what is to follow a copy, if that is over; return whether it is."""
-    try:
-        if not has_happened():
-            return False
-    except RuntimeError:  # the CUDA context is lost, which the training thread finds too
-        pass
-    then()
-    return True
+def _serve(tasks: SimpleQueue[Any], device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)  # a thread's own setting
+        torch.cuda.mem_get_info(device)  # the runtime makes its context the thread's, for the driver
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # it holds the file
 
 
-def _serve(requests: SimpleQueue[Any]) -> None:
-    while (request := requests.get()) is not None:
-        request()
-        del request  # it holds the file
-
-
-def _stop(copies: SimpleQueue[Any], *requests: SimpleQueue[Any]) -> None:
-    copies.put(None)
-    for queue in requests:
+def _stop(queues: Iterable[SimpleQueue[Any]]) -> None:
+    for tasks in queues:
         for _ in range(REQUESTS):
-            queue.put(None)
+            tasks.put(None)
