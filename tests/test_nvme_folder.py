@@ -20,6 +20,7 @@ from saving import load, save, skip_data_of
 import bridge_fgo
 from bridge_fgo.memory import slab_file
 from bridge_fgo.memory.slab_file import DiskBuffer, SlabFile, buffer_bytes
+from bridge_fgo.tools.plan.state import sum_of
 
 RAN_ON = "CPU"
 
@@ -66,7 +67,9 @@ def test_a_run_with_half_of_its_states_in_a_file_is_bitwise_a_resident_one(optio
         assert (steps(run, 5), run.digests()) == expected
         engine = session_of(run).engine
         assert 0.4 < in_file(run) / engine.planned_bytes < 0.8 and engine.unhosted_bytes == 0
-        assert engine.host_bytes <= config.host_memory_gib * 2**30
+        planned = sum_of([(source.states(), True) for source in engine.sources], config, config.host_memory_gib * 2**30)
+        assert engine.host_bytes == pytest.approx(planned.hosted, rel=0.01) <= config.host_memory_gib * 2**30
+        assert planned.in_file == in_file(run)
         stats = bridge_fgo.stats()
         assert stats.file_bytes_written > 0 < stats.file_bytes_read
         assert stats.file_wait_seconds > 0 and "bridge_fgo/file_bytes_read" in stats.scalars()

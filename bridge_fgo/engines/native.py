@@ -35,7 +35,7 @@ class NativeEngine(CheckpointingEngine):
     the sizes and dtypes of what the first step makes. ValueError for a budget if GPU memory cannot be measured.
 
     It takes at most `host_bytes` of host memory: states that do not fit stay on the GPU (`unhosted_bytes`), or are in
-    a file (`files`) in `OffloadConfig.nvme_folder`.
+    a file (`file`) in `OffloadConfig.nvme_folder`.
     """
 
     name = "native"
@@ -107,7 +107,7 @@ class NativeEngine(CheckpointingEngine):
         self.file = SlabFile(folder, [slab.nbytes for slab in slabs], self.traffic)
         for slab in slabs:
             slab.host = self.file.buffer(slab.nbytes)
-        self.host_room += sum(slab.nbytes for slab in slabs) - self.file.buffer_bytes
+        self.host_room = host_bytes - self.host_bytes
 
     @property
     def slabs(self) -> list[Slab]:
@@ -125,9 +125,12 @@ class NativeEngine(CheckpointingEngine):
 
     @property
     def _hosts_to_pin(self) -> list[HostBuffer]:
+        return [*self._hosts, *self.hosts_beside] if self._pins else []
+
+    @property
+    def _hosts(self) -> list[HostBuffer]:
         hosts = [host for slab in self.slabs for host in slab.hosts if not host.in_file]
-        hosts += self.file.memory if self.file is not None else []
-        return [*hosts, *self.hosts_beside] if self._pins else []
+        return hosts if self.file is None else [*hosts, *self.file.memory]
 
     @override
     def pin(self) -> None:
@@ -146,15 +149,12 @@ class NativeEngine(CheckpointingEngine):
     @property
     @override
     def pinned_bytes(self) -> int:
-        return sum(slab.pinned_bytes for slab in self.slabs) + sum(
-            memory.pinned_bytes for memory in (self.file.memory if self.file is not None else ())
-        )
+        return sum(host.pinned_bytes for host in self._hosts)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for the slabs, page-locked or not, with all buffers that take turns."""
-        hosts = (host.tensor.numel() for slab in self.slabs for host in slab.hosts if not host.in_file)
-        return sum(hosts) + (0 if self.file is None else self.file.buffer_bytes)
+        return sum(host.tensor.numel() for host in self._hosts)
 
     def file_note(self) -> str:
         """Return what is in files, and the time that this adds to a step at most, for a line."""

@@ -590,11 +590,6 @@ class Slab(SlabStateMachine):
         """All its host buffers."""
         return [self.host, *self.spares]
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Host bytes that are page-locked for the slab."""
-        return sum(host.pinned_bytes for host in self.hosts)
-
     def close(self) -> None:
         """Let go of the host memory; the tensors stay in the slab's GPU memory, which counts no more."""
         self._ledger.change(-self.gpu_bytes, self._close_host)

@@ -33,7 +33,7 @@ REQUEST_BYTES = 8 * 2**20  # of a read or a write
 REQUESTS = 8  # under way at once, in each direction; more than buffers, each of which may have a thread wait for a copy
 BLOCK_BYTES = 4096  # to which `O_DIRECT` aligns memory, places and lengths
 POLL_SECONDS = 5e-4  # between two looks whether a copy is over
-PROBE_SECONDS = 0.4  # in each direction
+PROBE_SECONDS, PROBE_BYTES = 0.4, 2**34  # in each direction
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "virtiofs", "afs", "fuse")
 """How the types of file systems begin whose disks are not this node's."""
 
@@ -79,19 +79,14 @@ def direct_file(folder: str, nbytes: int) -> int:
     setting = f"OffloadConfig.nvme_folder={folder!r}"
     file = unnamed_file(Path(folder), nbytes, setting, "the states of every rank of the node that the host has not")
     kind = file_system(os.fstat(file).st_dev)
+    why = f"{kind} is no disk of this node" if kind.startswith(NETWORK) else ""
     try:
-        if kind.startswith(NETWORK):
-            raise ValueError(f"{setting}: {kind} is no disk of this node: name a folder on one, or set it to None")
-        try:
-            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
-        except OSError as error:
-            raise ValueError(
-                f"{setting}: its file system ({kind}) has no O_DIRECT ({error}): name a folder on ext4 or XFS, or set "
-                "it to None"
-            ) from error
-    except ValueError:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        why = why or f"its file system ({kind}) has no O_DIRECT ({error})"
+    if why:
         os.close(file)
-        raise
+        raise ValueError(f"{setting}: {why}: name a folder on a local disk with ext4 or XFS, or set it to None")
     return file
 
 
@@ -127,11 +122,6 @@ class SlabFile:
         """Return the host buffer of the next slab."""
         start, self._next = self._next, self._next + blocks(nbytes)
         return DiskBuffer(self, start, nbytes)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of host memory that the buffers take."""
-        return sum(each.tensor.numel() for each in self.memory)
 
     def raise_error(self) -> None:
         """Raise RuntimeError if a write has failed; the buffer still has its bytes, so that no state is lost."""
@@ -193,40 +183,34 @@ class SlabFile:
             self.busy -= 1
             self.give_back(memory)
 
-    def move(self, memory: HostBuffer, begin: int, end: int, start: int, is_write: bool) -> None:
-        """Read or write the bytes from `begin` to `end` of a buffer, at `start` in the file; raise OSError."""
-        view = memoryview(memory.tensor.numpy())
-        while begin < end:
+    def move(self, view: memoryview, start: int, is_write: bool) -> None:
+        """Read or write memory at `start` in the file, or raise OSError."""
+        while view:
             call = os.pwritev if is_write else os.preadv
             # One that was cut short goes on at a whole block, as O_DIRECT demands.
-            count = call(self.file, [view[begin:end]], start) // BLOCK_BYTES * BLOCK_BYTES
+            count = call(self.file, [view], start) // BLOCK_BYTES * BLOCK_BYTES
             if count <= 0:
-                raise OSError(f"{end - begin} bytes at {start} were cut short")
-            begin, start = begin + count, start + count
+                raise OSError(f"{len(view)} bytes at {start} were cut short")
+            view, start = view[count:], start + count
 
     def probe(self) -> None:
         """Measure the rates of the disk, for less than a second, before it has any state; ValueError if it fails."""
-        written, rate = self._measure(self.nbytes, is_write=True)
+        written, rate = self._measure(min(self.nbytes, PROBE_BYTES), is_write=True)
         self.rates = self._measure(written, is_write=False)[1], rate  # reads of what was never written cost nothing
 
     def _measure(self, most: int, is_write: bool) -> tuple[int, float]:
         """Return how many bytes were read or written from the begin of the file on, and at which rate."""
-        memory, started = self.memory[0], time.perf_counter()
-        size = min(REQUEST_BYTES, memory.tensor.numel())
-        starts = iter(range(0, most - size + 1, size))
+        view, started = memoryview(self.memory[0].tensor.numpy())[:REQUEST_BYTES], time.perf_counter()
 
-        def work(_: int) -> int:
-            moved = 0
-            for start in starts:
-                self.move(memory, 0, size, start, is_write)
-                moved += size
-                if time.perf_counter() - started > PROBE_SECONDS:
-                    break
-            return moved
+        def work(start: int) -> int:
+            if time.perf_counter() - started > PROBE_SECONDS:
+                return 0
+            self.move(view, start, is_write)
+            return len(view)
 
         try:
             with ThreadPoolExecutor(REQUESTS) as pool:
-                moved = sum(pool.map(work, range(REQUESTS)))
+                moved = sum(pool.map(work, range(0, most - len(view) + 1, len(view))))
         except OSError as error:
             raise ValueError(str(self.failure("written" if is_write else "read", error))) from error
         return moved, moved / (time.perf_counter() - started)
@@ -366,7 +350,7 @@ class DiskBuffer(HostBuffer):
         error, file = None, self._file
         try:
             _wait_for(has_happened)
-            self._request(start, is_write)
+            self._request(start, min(start + REQUEST_BYTES, self._moved_bytes), is_write)
         except Exception as caught:  # it is raised in the training thread
             error = caught
         with file.changes:
@@ -388,17 +372,13 @@ class DiskBuffer(HostBuffer):
                 file.give_back(memory)
             file.start_wanted()
 
-    def _request(self, start: int, is_write: bool) -> None:
-        memory, end = self.memory, min(start + REQUEST_BYTES, self._moved_bytes)
-        assert memory is not None
-        if not is_write:
-            self._file.move(memory, start, end, self._start + start, is_write)
-        # Some 4 GB/s a thread: eight keep up with a disk.
-        found = zlib.crc32(memoryview(memory.tensor.numpy())[start:end])
+    def _request(self, start: int, end: int, is_write: bool) -> None:
+        assert self.memory is not None
+        view = memoryview(self.memory.tensor.numpy())[start:end]
         if is_write:
-            self._sums[start] = found
-            self._file.move(memory, start, end, self._start + start, is_write)
-        elif self._sums.get(start, found) != found:
+            self._sums[start] = zlib.crc32(view)  # some 4 GB/s a thread: eight keep up with a disk
+        self._file.move(view, self._start + start, is_write)
+        if not is_write and self._sums.get(start) not in (None, zlib.crc32(view)):
             raise OSError(f"{end - start} bytes at {self._start + start} are others than were written")
 
 

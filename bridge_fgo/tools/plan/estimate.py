@@ -208,11 +208,7 @@ def make_estimate(
     pinned = [
         stage.copies
         + stage.moving
-        + (
-            of_rank.pinned_upstream
-            if upstream
-            else of_rank.offloaded * (1 + offload.survive_crash) - of_rank.in_file + of_rank.buffers
-        )
+        + (of_rank.pinned_upstream if upstream else of_rank.hosted * (1 + offload.survive_crash))
         for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]

@@ -30,7 +30,8 @@ class StateBytes:
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
     each holds on its way; copied: of all parts, what a copy takes over the link.
     masters_held: what of them the optimizer step holds to its end (`HoldPolicy.held_through_step`).
-    in_file: what `nvme_folder` has in place of the host; buffers: of host memory, for copies from and to it.
+    in_file: what `nvme_folder` has in place of the host; hosted: what the host has, with buffers for copies from and to
+    files.
     """
 
     masters: int
@@ -42,8 +43,8 @@ class StateBytes:
     transits: tuple[int, ...]
     copied: int
     masters_held: int
-    in_file: int = 0
-    buffers: int = 0
+    in_file: int
+    hosted: int
 
     @property
     def total(self) -> int:
@@ -81,18 +82,20 @@ def sum_of(
     sizes = [size_of(part) for part in parts]
     of_slabs = [[slab.layout.nbytes for slab in part.slabs] for part in parts]
     in_file = parts_in_file(of_slabs, host_bytes, config) if config.nvme_folder is not None else ()
+    filed = sum(sum(of_slabs[position]) for position in in_file)
+    of_states = sum(state.nbytes for state in offloaded) + padding
     return StateBytes(
         by_kind["master"] + padding,
         by_kind["moment"],
-        sum(state.nbytes for state in offloaded) + padding,
+        of_states,
         sum(power_of_two_at_least(state.nbytes) for state in offloaded),
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
         tuple(size.transit_bytes for size in sizes),
         sum(slab.codec.link_bytes for slab in slabs),
         masters_held,
-        sum(sum(of_slabs[position]) for position in in_file),
-        buffer_bytes([nbytes for part in of_slabs for nbytes in part]) if in_file else 0,
+        filed,
+        of_states - filed + (buffer_bytes([nbytes for part in of_slabs for nbytes in part]) if filed else 0),
     )
 
 
