@@ -2,12 +2,14 @@
 
 A copy out fills a buffer, which is written to the file and is free again. A copy in waits until a buffer has been read,
 and gives it back once it has landed. The file has no name, is allocated before training, and is read and written by
-`O_DIRECT`, straight from and to the buffers. `os.preadv` and `os.pwritev` in threads release the GIL.
+`O_DIRECT`, straight from and to the buffers, which are shared mappings, as a fork beside direct reads demands.
+`os.preadv` and `os.pwritev` in threads release the GIL.
 """
 
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import threading
 import time
@@ -31,7 +33,7 @@ BUFFERS = 5
 MOST_AHEAD = 3  # buffers that hold what no copy in has asked for yet: copies out have the others
 REQUEST_BYTES = 8 * 2**20  # of a read or a write
 REQUESTS = 8  # under way at once, in each direction; more than buffers, each of which may have a thread wait for a copy
-BLOCK_BYTES = 4096  # to which `O_DIRECT` aligns memory, places and lengths
+BLOCK_BYTES = mmap.PAGESIZE  # a multiple of the blocks to which `O_DIRECT` aligns memory, places and lengths
 POLL_SECONDS = 5e-4  # between two looks whether a copy is over
 PROBE_SECONDS, PROBE_BYTES = 0.4, 2**34  # in each direction
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "virtiofs", "afs", "fuse")
@@ -155,7 +157,7 @@ class SlabFile:
             elif self.ready:
                 next(reversed(self.ready)).drop()
             else:
-                self.raise_error()
+                raise self.failure("written", self.error or RuntimeError("no buffer is left"))
         self.busy += 1
         return self.free.pop()
 

@@ -28,6 +28,9 @@ that were measured in an earlier step, one in which everything was released thro
     `Schedule.end_step` peaks that were measured give a plan for the steps that follow; otherwise the peak of the step
     is compared with what its plan keeps under.
 
+Slabs in a file (`memory.slab_file`) move alike, but no pass waits for the disk, unless memory is needed at once: a copy
+out begins when a buffer is free (`SlabQueue.send`), a copy in when its bytes were read ahead (`SlabQueue.read_ahead`).
+
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
 measured from that point on. If every state stays on the GPU, only forwards are reported, with the sizes of the layers'
 inputs. If one is larger than measured, everything is released until the pass ends, and the next passes report all of
