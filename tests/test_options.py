@@ -23,6 +23,7 @@ WORDS = {
     "--gpu-memory-budget-gib 2": {"gpu_memory_budget_gib": 2.0},
     "--gpu-memory-budget-gib auto": {"gpu_memory_budget_gib": "auto"},
     "--host-memory-gib 100": {"host_memory_gib": 100.0},
+    "--nvme-folder /disk": {"nvme_folder": "/disk"},
     "--gradients lazy": {"gradients": "lazy"},
     "--gradients true": {"gradients": True},
     "--gradients False": {"gradients": False},

@@ -36,6 +36,7 @@ SAVED = {"checkpoint.save": "somewhere"}
 REMAINDERS = {"OffloadConfig.master_remainders": True}
 LAZY = {"OffloadConfig.gradients": "lazy", "ddp.overlap_grad_reduce": True}
 OFF = LAZY | {"OffloadConfig.gradients": True}
+IN_FILE = {"OffloadConfig.nvme_folder": "disk"}
 SURVIVE = {"OffloadConfig.survive_crash": True}
 OF_MCORE = {"OffloadConfig.engine": "mcore"}
 WHOLE = {"optimizer.use_distributed_optimizer": False}
@@ -99,6 +100,7 @@ REFUSED = {
         SURVIVE | {"model.bf16": False},
         *(SURVIVE | WHOLE | muon for muon in LAYER_WISE),
         SURVIVE | {"model.cuda_graph_impl": "full_iteration"},
+        IN_FILE | {"model.cuda_graph_impl": "full_iteration"},
         LAZY | {"ddp.overlap_grad_reduce": False},
         LAZY | {"ddp.nccl_ub": True},
         LAZY | {"optimizer.reuse_grad_buf_for_mxfp8_param_ag": True},
@@ -118,6 +120,7 @@ REFUSED = {
     "OF_SETTINGS_UNDER_FSDP": [
         FSDP | OF_MCORE,
         FSDP | REMAINDERS,
+        FSDP | IN_FILE,
         FSDP | LAZY,
         FSDP | SURVIVE,
         FSDP | {"OffloadConfig.moments": False, "ddp.megatron_fsdp_main_params_dtype": None},

@@ -12,8 +12,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cli import cells, invoke, run, told
+from late_disk import require_direct_files
 
 from bridge_fgo.bridge import compat
+from bridge_fgo.memory import slab_file
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.tools import doctor
 from bridge_fgo.tools import link as link_module
@@ -218,6 +220,23 @@ def test_survive_crash_takes_twice_the_host_memory(config, four_gpus):
         for options in ([], ["--survive-crash"])
     )
     assert twice == 2 * once > 0
+
+
+def test_what_the_host_has_no_room_for_is_in_files_whose_folder_is_examined(config, four_gpus, tmp_path, monkeypatch):
+    require_direct_files(tmp_path)
+    monkeypatch.setattr(slab_file, "BUFFERS", 1)
+    asked = "doctor", config(), "--no-probe"
+    whole = told(*asked)[1]["config"]["pinned_by_node"]
+
+    def in_folder(folder):
+        limit = str(0.7 * whole / 2**30)
+        _, found = told(*asked, "--host-memory-gib", limit, "--nvme-folder", str(folder))
+        return found["config"]["pinned_by_node"], " ".join(found["notes"]), " ".join(found["refusals"])
+
+    pinned, notes, refusals = in_folder(tmp_path)
+    assert 0 < pinned <= 0.7 * whole and refusals == ""
+    assert "a node, which each step reads and writes (" in notes and "s at 6 GB/s" in notes
+    assert "a tmpfs is memory of the host" in in_folder("/dev/shm")[2]
 
 
 def test_the_memory_that_is_pinned_is_of_all_that_may_leave_and_mcores_copies_are_of_whole_masters(config, four_gpus):
