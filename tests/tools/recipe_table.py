@@ -10,7 +10,7 @@ from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.job import answers, table, target
+from bridge_fgo.tools.job import answers, kept_files, table, target
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
@@ -85,7 +85,7 @@ def main() -> None:
     for name, of in names().items():
         rows[name] = {"as": of} if of != name else row_of(name)
         print(name, rows[name], flush=True)
-    table.keep({"versions": answers.installed_versions(), "systems": list(SYSTEMS), "rows": rows})
+    kept_files.write(table.FILE, {"versions": answers.installed_versions(), "systems": list(SYSTEMS), "rows": rows})
 
 
 if __name__ == "__main__":

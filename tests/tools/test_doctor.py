@@ -1,7 +1,6 @@
 """`bridge-fgo doctor` and `plan`: what they count, say and refuse of a job that the builder tells of."""
 
 import copy
-import gzip
 import itertools
 import json
 import re
@@ -17,7 +16,7 @@ from bridge_fgo.bridge import compat
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.tools import doctor
 from bridge_fgo.tools import link as link_module
-from bridge_fgo.tools.job import answers, target
+from bridge_fgo.tools.job import answers, kept_files, target
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.job import sections_of
@@ -32,7 +31,7 @@ FSDP = dict.fromkeys(("dist__use_megatron_fsdp", "ddp__use_megatron_fsdp"), True
 FSDP |= {"ddp__data_parallel_sharding_strategy": "optim"}
 of_both = pytest.mark.parametrize("name", ["plan", "doctor"])
 ON_NODE = ("--no-probe", "--gpus", 8)
-TINY = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))
+TINY = kept_files.read(answers.FOLDER / "tiny.json.gz")
 """The kept answer and its versions: a GPT of 4 layers with the flag set."""
 
 
