@@ -116,15 +116,7 @@ def advised_of(choices: list[Choice]) -> Choice | None:
 
 
 class Recommender:
-    """Makes estimates of a job with some settings changed, on one system.
-
-    Args:
-        job: the job.
-        link: of the system.
-        forward: seconds of one of its microbatches on a rank, where the user knows them.
-        backward: the same, with what the config recomputes.
-        activations: peak of each stage in bytes, where the user knows it.
-        room: bytes that a peak may have; None: the system's.
+    """Makes estimates of a job with some settings changed, on one system; its arguments are those of `make_estimate`.
 
     Raises:
         ValueError: activations are not known, or the backward is shorter than what it recomputes.
