@@ -16,6 +16,8 @@ from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Verdict, verdicts
 
+WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
+"""How a cell tells a verdict of `Outcome`; any other one is unknown."""
 LONGEST = 100
 """Characters of a reason; what follows may be in another order each time (a set of mcore's)."""
 NEEDS = "needs config.json of {}, from Hugging Face: plan it with hf_config=DIR"
@@ -61,7 +63,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 def cell_of(verdict: Verdict) -> str:
     """Return a verdict in a word, with a question mark where it is a close call."""
-    word = table.WORDS.get(verdict.outcome, "")
+    word = WORDS.get(verdict.outcome, "")
     return f"{word}{table.UNKNOWN}" if verdict.close or not word else word
 
 

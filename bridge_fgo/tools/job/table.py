@@ -13,8 +13,7 @@ FILE = Path(__file__).with_name("recipe_table.json.gz")
 """Has `versions` of what it is of, the names of its `systems`, and `rows` by recipe. A row has its `gpus`, the peaks
 `resident` and `offloaded` of the fullest rank in bytes, whether activations are `counted` in them, and `cells`, a word
 a system; or `why` there are none; or the name that it is `as`."""
-WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
-UNKNOWN = "?"  # how a cell tells a verdict of `bridge_fgo.tools.plan.verdict.Outcome`; any other one is unknown
+UNKNOWN = "?"  # a cell of which `plan` gives no verdict, or a close call
 
 
 def lines(words: Sequence[str] = ()) -> Iterator[str]:

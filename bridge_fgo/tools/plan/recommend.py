@@ -14,13 +14,7 @@ from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import goes_with
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
-from bridge_fgo.tools.plan.activations import (
-    adapters_of,
-    copied_bytes,
-    is_unfused,
-    offload_modules,
-    uncounted,
-)
+from bridge_fgo.tools.plan.activations import adapters_of, copied_bytes, is_unfused, offload_modules, uncounted
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
