@@ -110,7 +110,9 @@ def advised_of(choices: list[Choice]) -> Choice | None:
 
 
 class Recommender:
-    """Makes estimates of a job with some settings changed, on one system; its arguments are those of `make_estimate`.
+    """Makes estimates of a job with some settings changed, on one system.
+
+    Its arguments are those of `make_estimate`; what the config recomputes is part of `backward`.
 
     Raises:
         ValueError: activations are not known, or the backward is shorter than what it recomputes.
