@@ -364,9 +364,9 @@ OF_SETTINGS_UNDER_FSDP = [
 ]  # fmt: skip
 
 
-def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
+def refuse_config(cfg: Any, settings: OffloadConfig) -> None:
     """Raise ValueError if a config that Bridge has validated cannot be combined with these settings."""
-    refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
+    refuse(all_refusals(cfg, settings))
 
 
 def config_refusals(cfg: Any) -> Iterator[str]:
