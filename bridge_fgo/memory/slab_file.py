@@ -205,8 +205,8 @@ class SlabFile:
         view, started = memoryview(self.memory[0].tensor.numpy())[:REQUEST_BYTES], time.perf_counter()
 
         def work(start: int) -> int:
-            if time.perf_counter() - started > PROBE_SECONDS:
-                return 0
+            if start and time.perf_counter() - started > PROBE_SECONDS:
+                return 0  # the first is measured whatever the machine is busy with
             self.move(view, start, is_write)
             return len(view)
 
