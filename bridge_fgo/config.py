@@ -86,6 +86,12 @@ class OffloadConfig:
     buffers, so that one step is always whole: 24 bytes a parameter instead of 12. A restart does at most two steps
     again."""
 
+    copies_to_buddy_every: int | None = None
+    """With `survive_crash`, copy each rank's whole state to another node in the background, after so many steps.
+    If a node is lost, a restart goes on from the newest copies. A copy begins once the one before has ended, so that at
+    most so many steps are lost, and those that one copy takes. Needs nodes with as many ranks each, and 72 bytes of
+    host memory a parameter in place of 24: four buffers of a rank's own states, and two of another's."""
+
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
     time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
@@ -137,6 +143,11 @@ class OffloadConfig:
         for name, whole in {**whole_states, "host_memory_gib": None}.items() if self.survive_crash else ():
             if (value := getattr(self, name)) != whole:
                 refuse("survive_crash", f" with {name}={value!r}: the host has to have all states; set {name}={whole}")
+        every = self.copies_to_buddy_every
+        if every is not None and not (is_number(every, int) and every > 0):
+            refuse("copies_to_buddy_every", ": use a number of steps above 0, or None")
+        if every is not None and not self.survive_crash:
+            refuse("copies_to_buddy_every", " with survive_crash=False: no step is kept; set survive_crash=True")
         if not is_number(self.fraction):
             refuse("fraction", ": use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:
@@ -163,6 +174,11 @@ class OffloadConfig:
         """`gpu_memory_budget_gib` in bytes; None without a budget, and with "auto", which is found out in training."""
         budget = self.gpu_memory_budget_gib
         return None if budget is None or isinstance(budget, str) else int(budget * 2**30)
+
+    @property
+    def host_copies(self) -> int:
+        """Buffers of host memory for each state, of which one is of another rank's step as it is copied."""
+        return 6 if self.copies_to_buddy_every else 1 + self.survive_crash
 
     def native_only_settings(self) -> list[str]:
         """Return the settings, as `name=value`, that differ from their default and that only "native" honours."""

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +34,13 @@ from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import readable
+from bridge_fgo.engines.buddies import Buddy, buddies, end_newest_round
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.kept_steps import KeptSteps
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.memory.digest import byte_sums
+from bridge_fgo.memory.host_memory import pools
 from bridge_fgo.memory.keeper import VARIABLE, KeeperLine, job_name
 from bridge_fgo.states.distributed import TORCH, McoreSource
 
@@ -52,6 +54,17 @@ OF_CHECKPOINT = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "load
 SETTING = "OffloadConfig.survive_crash=True"
 
 _newest: Survival | None = None
+
+
+class Told(NamedTuple):
+    """What a rank tells the others as it starts."""
+
+    problem: str  # why nothing can be kept, or ""
+    node: str = ""
+    layout: bytes = b""
+    sizes: Sequence[int] = ()  # of the slabs, in bytes
+    tries: dict[int, int] = {}  # noqa: RUF012 - how often a start went on from each step that this rank has
+    of_ward: dict[int, bytes] = {}  # noqa: RUF012 - the layout of each step of another rank that this one's keeper has
 
 
 class Survival:
@@ -68,7 +81,7 @@ class Survival:
                 f"{SETTING}: no process keeps the states' memory: start training on each node by `bridge-fgo keep -- "
                 "COMMAND` (`bridge-fgo keep -- torchrun --max-restarts=3 ...`), or set it to False"
             )
-        self._engine, self._chunks = engine, list(chunks)
+        self._engine, self._chunks, self._every = engine, list(chunks), engine.config.copies_to_buddy_every
         self._leaves = [source.optimizer for source in sources if isinstance(source, McoreSource)]
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._beside = list(_tensors_beside(self._modules))
@@ -82,7 +95,7 @@ class Survival:
         self._line: KeeperLine | None = None
         self._step: int | None = None  # to go on from
         self._why = ""  # why no kept step is taken, if there might be one
-        self._before = self._config = b""  # of the newest record, and of this start once Bridge's setup has asked
+        self._config = b""  # of this start, once Bridge's setup has asked
         self._resumed: dict[str, Any] | None = None  # the small state, until the first step has begun
         self._iterators: Sequence[Any] = ()
         self._is_whole = self._is_over = False  # whether every state exists; whether training has ended
@@ -95,37 +108,65 @@ class Survival:
         Without a keeper training goes on as without the setting, and rank 0 says so.
         """
         started = time.perf_counter()
-        told = gather(self._connect())
-        if why := next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(told) if problem), ""):
+        told, every, ahead = gather(self._connect()), self._every, []
+        problems = [each.problem for each in told]
+        by_buddy: list[set[int]] = [set() for _ in told]
+        if every is not None and not any(problems):
+            ahead = buddies([each.node for each in told], every)
+            found = [(each.layout, told[buddy].of_ward) for each, buddy in zip(told, ahead, strict=True)]
+            by_buddy = [{step for step, each in steps.items() if each == layout} for layout, steps in found]
+        own = [set(each.tries) for each in told]
+        step = max(set.intersection(*map(set.union, own, by_buddy)), default=None)
+        lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
+        whole = None if lacking else max(set.intersection(*own, *by_buddy), default=None)  # the newest round
+        if every is not None and not any(problems):
+            problems = gather(self._join(ahead, every, -1 if whole is None else whole, told))
+        if why := next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), ""):
             self.kept = None
             say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
             return
         assert self.kept is not None
-        steps = [set(found) for _, found in told]
-        self._step = step = max(set.intersection(*steps), default=None)
-        if step is None and any(steps):
-            lacking = next((rank for rank, found in enumerate(steps) if not found), 0)
-            self._why = f"rank {lacking} has none, as its node or its keeper was lost, or other states"
-        if step is not None and (tries := max(found[step] for _, found in told)) >= MOST_TRIES:
-            self._why, self._step = f"{tries} starts from step {step} have failed", None
-        self.kept.take_buffers(self._step)
-        say(
-            f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank, two buffers for each "
-            "slab, are kept by a process of its node"
-        )
+        if step is None and any(own):
+            rank = next((rank for rank, steps in enumerate(own) if not steps), 0)
+            self._why = f"rank {rank} has none, as its node or its keeper was lost, or other states"
+        if step is not None and (tries := max(each.tries.get(step, 0) for each in told)) >= MOST_TRIES:
+            self._why, step, whole, lacking = f"{tries} starts from step {step} have failed", None, None, []
         self.seconds["agree"] = time.perf_counter() - started
+        if step is not None and lacking:
+            self.kept.restore(step, lacking)
+            self.seconds["buddies"] = time.perf_counter() - started - self.seconds["agree"]
+            ranks, nbytes = ", ".join(map(str, lacking)), readable(sum(sum(told[rank].sizes) for rank in lacking))
+            say(f"step {step} of rank {ranks} is from another node: {nbytes} in {self.seconds['buddies']:.2f} s")
+        self._step = step
+        self.kept.take_buffers(step, whole if whole is not None or every is None else step)
+        where = "" if every is None else f", and each {every} steps by one of another node too"
+        nbytes = readable(self.kept.nbytes)
+        say(f"finished steps survive a crash: {nbytes} of host memory a rank are kept by a process of its node{where}")
 
-    def _connect(self) -> tuple[str, dict[int, int]]:
-        """Return why nothing can be kept, or "", and how often a start went on from each step that this rank has."""
+    def _join(self, ahead: Sequence[int], every: int, whole: int, told: Sequence[Told]) -> str:
+        """Take memory for another node's steps; return why there is none, or ""."""
+        assert self.kept is not None and isinstance(self._engine, NativeEngine)
+        buddy = Buddy(ahead, every, whole, warn)
+        try:
+            self.kept.join(buddy, told[buddy.ward].sizes)
+        except (OSError, MemoryError) as error:
+            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}"
+        self._engine.hosts_beside += self.kept.received
+        return ""
+
+    def _connect(self) -> Told:
         several = torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
+        job, has_buddy = f"rank {rank} of {ranks}", self._every is not None
         try:
+            end_newest_round()
             self._line = KeeperLine(job_name(), rank, ranks)
-            self.kept = kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, f"{ranks} ranks")
+            self.kept = kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, job, has_buddy)
         except (OSError, MemoryError) as error:
-            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", {}
-        self._before = kept.last_config
-        return "", {step: kept.tries(step) for step in kept.found}
+            return Told(f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}")
+        of_ward = {step: layout for step, (_, layout) in kept.of_ward.items()}
+        tries = {step: kept.tries(step) for step in kept.found}
+        return Told("", f"{pools()[0].identity} {job_name()}", kept.layout, kept.sizes, tries, of_ward)
 
     # Bridge's setup.
 
@@ -134,7 +175,7 @@ class Survival:
         self._config = json.dumps(_described(cfg)).encode()
         if self.kept is None:
             return loads
-        step, why = self._step, max(gather(self._why or _difference(self._before, self._config)))
+        step, why = self._step, max(gather(self._why or _difference(self.kept.last_config, self._config)))
         # On all ranks or on none, as Bridge reads a checkpoint's step by collectives.
         if not why and step is not None and (newest := max(gather(_newest_checkpoint(cfg, manager)))) > step:
             why = f"the checkpoint of step {newest} is newer than the kept step {step}"
@@ -289,6 +330,8 @@ class Survival:
     def end_step(self, outcome: Any, state: Any) -> None:
         """Note what Bridge's step has returned: where it ends training, the next start is to have what it saves."""
         self._is_over = outcome[3] or state.train_state.step + 1 >= state.cfg.train.train_iters
+        if self._is_over and self.kept is not None:
+            self.kept.end_rounds()
         if outcome[3]:  # `should_exit`
             self.close()
 

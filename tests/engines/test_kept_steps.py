@@ -133,10 +133,10 @@ class Votes:
 
     def all_reduce(self, ballot, _):
         first = len(self.cast) // RANKS * RANKS
-        self.cast.append(ballot.item())
+        self.cast.append(ballot.tolist())
         while len(self.cast) < first + RANKS:
             self.moment()
-        ballot.fill_(min(self.cast[first : first + RANKS]))
+        ballot.copy_(torch.tensor(self.cast[first : first + RANKS]).amin(dim=0))
 
 
 def train(kept, slabs, copies, turns, generator, step, updates, touches):

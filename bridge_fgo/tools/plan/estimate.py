@@ -205,9 +205,7 @@ def make_estimate(
         loads.append((max(copied), of_job))
     upstream = is_served_by_mcore(job, offload)
     pinned = [
-        stage.copies
-        + stage.moving
-        + (of_rank.pinned_upstream if upstream else of_rank.offloaded * (1 + offload.survive_crash))
+        stage.copies + stage.moving + (of_rank.pinned_upstream if upstream else of_rank.offloaded * offload.host_copies)
         for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]
