@@ -1,13 +1,20 @@
 """After a death at any instruction a training goes on bitwise."""
 
+import contextlib
 import dataclasses
 import os
+import random
+import re
+import threading
+import time
 
 import pytest
-from crash_child import DROPOUT, End, Job, Kept, run, seen, survivors
+from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, seen, survivors
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
+LOSSES = int(os.environ.get("CRASH_LOSSES", "4"))
+"""Lost nodes of all trainings together."""
 KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 """Deaths of all trainings together: in CI so many."""
 SEED = int(os.environ.get("CRASH_SEED", "0"))
@@ -88,3 +95,63 @@ def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(t
     if case.same:
         expected = {event["step"]: event["numbers"] for event in seen(plain).of("step")}
         assert all(event["numbers"] == expected[event["step"]] for event in found.of("step"))
+
+
+EVERY = 2
+TO_BUDDY = ("--survive-crash", "--copies-to-buddy-every", str(EVERY))
+NODES = {
+    "fast": Job(ranks=2, steps=10, is_fused=True),
+    "slow copies": Job(ranks=2, steps=10, changes=DROPOUT, is_late=7, slow_copies=0.03),
+    "PP": Job(ranks=2, steps=10, arm=("--pp", "2"), slow_copies=0.01),
+}
+"""Each of the ranks is a node."""
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_after_the_loss_of_a_node_a_training_goes_on_bitwise_from_the_copies_of_its_buddy(tmp_path, name):
+    plain, unique, generator = NODES[name], str(os.getpid()), random.Random(f"{name} {SEED}")
+    whole = dataclasses.replace(plain, folder=tmp_path / "whole")
+    assert run(whole) == [0, 0], seen(whole).logs
+    arm = (*plain.arm, *TO_BUDDY)
+    job = dataclasses.replace(plain, folder=tmp_path / "killed", keeper=f"{unique}.{{rank}}", arm=arm)
+    losses = LOSSES // len(NODES) + (list(NODES).index(name) < LOSSES % len(NODES))
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(contextlib.ExitStack()) for _ in range(2)]
+        for rank, node in enumerate(nodes):
+            node.enter_context(Kept(f"{unique}.{rank}"))
+        while any(run(dataclasses.replace(job, end=random_end(generator, 2, most_after=5) if losses > 0 else None))):
+            assert losses > 0, seen(job).logs
+            losses -= 1
+            lost = generator.randrange(2)
+            nodes[lost].close()
+            nodes[lost].enter_context(Kept(f"{unique}.{lost}"))  # of a node that replaces it
+    found = seen(job)
+    require_same(found, seen(whole), most_again=EVERY + 6)
+    ended = [event["step"] for event in found.of("begin")[1:]]
+    assert not any(ended) or re.search(r"step \d+ of rank \d is from another node: .* in .* s", found.logs[0])
+
+
+def test_training_goes_on_as_the_keeper_of_a_buddy_is_lost(tmp_path):
+    unique, (folder, whole) = str(os.getpid()), (tmp_path / "kept", Job(tmp_path / "whole", ranks=2, is_fused=True))
+    job = dataclasses.replace(whole, folder=folder, keeper=f"{unique}.{{rank}}", arm=TO_BUDDY)
+    assert run(whole) == [0, 0]
+    with Kept(f"{unique}.0"), contextlib.ExitStack() as stack:
+        stack.enter_context(Kept(f"{unique}.1"))
+
+        def lose() -> None:
+            while len(seen(job).of("step", 1)) < 3:
+                time.sleep(0.05)
+            stack.close()
+
+        threading.Thread(target=lose, daemon=True).start()
+        assert run(job) == [0, 0], seen(job).logs
+    assert "the keeper has ended" in seen(job).logs[1]
+    require_same(seen(job), seen(whole))
+
+
+def test_copies_to_a_buddy_are_refused_where_all_ranks_are_of_one_node(tmp_path):
+    with Kept(name := str(os.getpid())):
+        job = Job(tmp_path, ranks=2, keeper=name, arm=TO_BUDDY)
+        assert all(run(job))
+    assert "ValueError: OffloadConfig.copies_to_buddy_every=2: it needs two nodes at least" in seen(job).logs[0]
+    assert not seen(job).of("step")

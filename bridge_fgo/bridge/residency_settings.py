@@ -19,14 +19,12 @@ REFUSED = {
         "rank moves",
     "survive_crash": "Bridge's train_step alone keeps finished steps; set it to False, or set "
         "optimizer.offload_optimizer_states and leave config out",
-    "copies_to_buddy_every": "Bridge's train_step alone keeps finished steps; set it to None, or set "
-        "optimizer.offload_optimizer_states and leave config out",
     "measure": "Bridge's train_step alone logs peaks without the offload; set it to False, and read the peaks of "
         "training_step() from bridge_fgo.stats()",
 }  # fmt: skip
 """Settings that a `Residency` takes at their defaults alone, and why, and what to do."""
 
-OF_TRAIN_STEP = ("gradients", "host_memory_gib", "survive_crash", "copies_to_buddy_every")
+OF_TRAIN_STEP = ("gradients", "host_memory_gib", "survive_crash")
 """Settings that only Bridge's train_step with the flag goes by, beside the engine."""
 
 

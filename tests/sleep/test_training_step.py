@@ -265,7 +265,7 @@ OTHER = {
     "piece_bytes": 2**20, "pin_memory": False, "gpu_memory_budget_gib": 1.0, "gradients": "lazy", "measure": True,
     "activation_waits": True, "engine": "mcore", "host_memory_gib": 1.0, "survive_crash": True,
 }  # fmt: skip
-"""A value of each setting that is not its default."""
+"""A value of each setting that is not its default, but of `copies_to_buddy_every`, which needs `survive_crash`."""
 HONOURED = {  # once the package is installed
     "an engine of its own": OTHER.keys() - {"gradients", "measure", "engine", "host_memory_gib", "survive_crash"},
     "no optimizer": {"pin_memory", "activation_waits"},
@@ -276,7 +276,7 @@ HONOURED = {  # once the package is installed
 @pytest.mark.parametrize("case", HONOURED)
 def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkeypatch, case):
     config = bridge_fgo.OffloadConfig
-    assert {field.name for field in fields(config)} == OTHER.keys()
+    assert {field.name for field in fields(config)} == OTHER.keys() | {"copies_to_buddy_every"}
     monkeypatch.setattr(PeakMeter, "works", True)
     has_flag = case == "the flag's engine"
     with bridge_fgo.install(WHOLE):
