@@ -87,10 +87,10 @@ class OffloadConfig:
     again."""
 
     copies_to_buddy_every: int | None = None
-    """With `survive_crash`, copy each rank's whole state to another node in the background, after so many steps.
-    If a node is lost, a restart goes on from the newest copies. A copy begins once the one before has ended, so that at
-    most so many steps are lost, and those that one copy takes. Needs nodes with as many ranks each, and 72 bytes of
-    host memory a parameter in place of 24: four buffers of a rank's own states, and two of another's."""
+    """With `survive_crash`, copy a finished step of each rank to another node every so many steps, in the background.
+    If a node is lost, a restart goes on from the newest copies, and does so many steps again and those of one copy.
+    Needs nodes with as many ranks each, and 72 bytes of host memory a parameter in place of 24: four buffers of a
+    rank's own states and two of another's, so that one copy is whole on both nodes while the next is under way."""
 
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
@@ -174,11 +174,6 @@ class OffloadConfig:
         """`gpu_memory_budget_gib` in bytes; None without a budget, and with "auto", which is found out in training."""
         budget = self.gpu_memory_budget_gib
         return None if budget is None or isinstance(budget, str) else int(budget * 2**30)
-
-    @property
-    def host_copies(self) -> int:
-        """Buffers of host memory for each state, of which one is of another rank's step as it is copied."""
-        return 6 if self.copies_to_buddy_every else 1 + self.survive_crash
 
     def native_only_settings(self) -> list[str]:
         """Return the settings, as `name=value`, that differ from their default and that only "native" honours."""

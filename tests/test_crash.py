@@ -128,7 +128,9 @@ def test_after_the_loss_of_a_node_a_training_goes_on_bitwise_from_the_copies_of_
     found = seen(job)
     require_same(found, seen(whole), most_again=EVERY + 6)
     ended = [event["step"] for event in found.of("begin")[1:]]
-    assert not any(ended) or re.search(r"step \d+ of rank \d is from another node: .* in .* s", found.logs[0])
+    assert not any(ended) or re.search(
+        r"step \d+ of rank \d is from the keeper of another node: .* in .* s", found.logs[0]
+    )
 
 
 def test_training_goes_on_as_the_keeper_of_a_buddy_is_lost(tmp_path):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import readable
-from bridge_fgo.engines.buddies import Buddy, buddies, end_newest_round
+from bridge_fgo.engines.buddies import Buddy, wait_for_round
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.kept_steps import KeptSteps
 from bridge_fgo.engines.native import NativeEngine
@@ -56,17 +56,6 @@ SETTING = "OffloadConfig.survive_crash=True"
 _newest: Survival | None = None
 
 
-class Told(NamedTuple):
-    """What a rank tells the others as it starts."""
-
-    problem: str  # why nothing can be kept, or ""
-    node: str = ""
-    layout: bytes = b""
-    sizes: Sequence[int] = ()  # of the slabs, in bytes
-    tries: dict[int, int] = {}  # noqa: RUF012 - how often a start went on from each step that this rank has
-    of_ward: dict[int, bytes] = {}  # noqa: RUF012 - the layout of each step of another rank that this one's keeper has
-
-
 class Survival:
     """The kept steps of one training on this rank.
 
@@ -81,7 +70,7 @@ class Survival:
                 f"{SETTING}: no process keeps the states' memory: start training on each node by `bridge-fgo keep -- "
                 "COMMAND` (`bridge-fgo keep -- torchrun --max-restarts=3 ...`), or set it to False"
             )
-        self._engine, self._chunks, self._every = engine, list(chunks), engine.config.copies_to_buddy_every
+        self._engine, self._chunks = engine, list(chunks)
         self._leaves = [source.optimizer for source in sources if isinstance(source, McoreSource)]
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._beside = list(_tensors_beside(self._modules))
@@ -108,65 +97,58 @@ class Survival:
         Without a keeper training goes on as without the setting, and rank 0 says so.
         """
         started = time.perf_counter()
-        told, every, ahead = gather(self._connect()), self._every, []
-        problems = [each.problem for each in told]
-        by_buddy: list[set[int]] = [set() for _ in told]
-        if every is not None and not any(problems):
-            ahead = buddies([each.node for each in told], every)
-            found = [(each.layout, told[buddy].of_ward) for each, buddy in zip(told, ahead, strict=True)]
-            by_buddy = [{step for step, each in steps.items() if each == layout} for layout, steps in found]
-        own = [set(each.tries) for each in told]
-        step = max(set.intersection(*map(set.union, own, by_buddy)), default=None)
-        lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
-        whole = None if lacking else max(set.intersection(*own, *by_buddy), default=None)  # the newest round
-        if every is not None and not any(problems):
-            problems = gather(self._join(ahead, every, -1 if whole is None else whole, told))
+        every, buddy = self._engine.config.copies_to_buddy_every, None
+        if every is not None:
+            node, sizes = f"{pools()[0].identity} {job_name()}", [slab.nbytes for slab in self._engine.slabs]
+            buddy = Buddy(gather((node, sizes)), every, warn)
+        problems, layouts, tries, of_wards = zip(*gather(self._connect(buddy)), strict=True)
         if why := next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), ""):
             self.kept = None
             say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
             return
+        own = list(map(set, tries))
+        there = [of_wards[rank].items() for rank in buddy.of_all] if buddy else []
+        by_buddy = [{step for step, of in each if of == own} for own, each in zip(layouts, there, strict=False)]
+        step = max(set.intersection(*map(set.union, own, by_buddy or own)), default=None)
+        lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
+        whole = max(set.intersection(*own, *by_buddy), default=None) if buddy and not lacking else None
         assert self.kept is not None
         if step is None and any(own):
             rank = next((rank for rank, steps in enumerate(own) if not steps), 0)
             self._why = f"rank {rank} has none, as its node or its keeper was lost, or other states"
-        if step is not None and (tries := max(each.tries.get(step, 0) for each in told)) >= MOST_TRIES:
-            self._why, step, whole, lacking = f"{tries} starts from step {step} have failed", None, None, []
-        self.seconds["agree"] = time.perf_counter() - started
-        if step is not None and lacking:
-            self.kept.restore(step, lacking)
-            self.seconds["buddies"] = time.perf_counter() - started - self.seconds["agree"]
-            ranks, nbytes = ", ".join(map(str, lacking)), readable(sum(sum(told[rank].sizes) for rank in lacking))
-            say(f"step {step} of rank {ranks} is from another node: {nbytes} in {self.seconds['buddies']:.2f} s")
-        self._step = step
-        self.kept.take_buffers(step, whole if whole is not None or every is None else step)
-        where = "" if every is None else f", and each {every} steps by one of another node too"
-        nbytes = readable(self.kept.nbytes)
-        say(f"finished steps survive a crash: {nbytes} of host memory a rank are kept by a process of its node{where}")
+        if step is not None and (most := max(each.get(step, 0) for each in tries)) >= MOST_TRIES:
+            self._why, step, whole, lacking = f"{most} starts from step {step} have failed", None, None, []
+        self._step, self.seconds["agree"] = step, time.perf_counter() - started
+        if buddy is not None and step is not None and lacking:
+            self.kept.restore(buddy, step, lacking)
+            self.seconds["other nodes"] = seconds = time.perf_counter() - started - self.seconds["agree"]
+            ranks, nbytes = ", ".join(map(str, lacking)), readable(self._engine.planned_bytes)
+            say(f"step {step} of rank {ranks} is from the keeper of another node: {nbytes} each in {seconds:.2f} s")
+        self.kept.take_buffers(step, step if buddy and whole is None else whole)
+        if buddy is not None:
+            buddy.begun = buddy.whole = -1 if whole is None else whole
+            self._engine.hosts_beside += self.kept.hosts_of_ward
+        say(
+            f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by a process "
+            "of its node" + (f", and one of {every} by that of another" if buddy else "")
+        )
 
-    def _join(self, ahead: Sequence[int], every: int, whole: int, told: Sequence[Told]) -> str:
-        """Take memory for another node's steps; return why there is none, or ""."""
-        assert self.kept is not None and isinstance(self._engine, NativeEngine)
-        buddy = Buddy(ahead, every, whole, warn)
-        try:
-            self.kept.join(buddy, told[buddy.ward].sizes)
-        except (OSError, MemoryError) as error:
-            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}"
-        self._engine.hosts_beside += self.kept.received
-        return ""
+    def _connect(self, buddy: Buddy | None) -> tuple[str, bytes, dict[int, int], dict[int, bytes]]:
+        """Return why nothing can be kept, or "", and the layout of this rank's slabs.
 
-    def _connect(self) -> Told:
+        Then how often a start went on from each step that it has, and the layout of each that it has of another rank.
+        """
         several = torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
-        job, has_buddy = f"rank {rank} of {ranks}", self._every is not None
         try:
-            end_newest_round()
+            wait_for_round()  # of an earlier training of this process
             self._line = KeeperLine(job_name(), rank, ranks)
-            self.kept = kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, job, has_buddy)
+            slabs, transfers = self._engine.slabs, self._engine.transfers
+            self.kept = kept = KeptSteps(slabs, transfers, self._line, f"{rank} of {ranks}", buddy)
         except (OSError, MemoryError) as error:
-            return Told(f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}")
+            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", b"", {}, {}
         of_ward = {step: layout for step, (_, layout) in kept.of_ward.items()}
-        tries = {step: kept.tries(step) for step in kept.found}
-        return Told("", f"{pools()[0].identity} {job_name()}", kept.layout, kept.sizes, tries, of_ward)
+        return "", kept.layout, {step: kept.tries(step) for step in kept.found}, of_ward
 
     # Bridge's setup.
 

@@ -151,16 +151,13 @@ class Rounds(Buddy):
     """One of two ranks that are buddies, whose rounds a thread of `Turns` does: half a part at a time."""
 
     def __init__(self, rank, every, whole, moment, mail):
-        self.rank, self.ahead, self.ward, self.every = rank, 1 - rank, 1 - rank, every
-        self.begun = self.whole = whole
-        self.is_over, self.moment, self.mail, self.act = False, moment, mail, None
+        self.rank, self.buddy, self.ward, self.every = rank, 1 - rank, 1 - rank, every
+        self.begun, self.whole, self.sizes_of_ward = whole, whole, [PAGE] * SLABS
+        self.moment, self.mail, self.act = moment, mail, None
 
     def begin(self, step, act):
         assert self.act is None, "a round begins as one is under way"
         self.begun, self.act = step, act
-
-    def end(self):
-        pass
 
     def work(self, training):
         while training or self.act is not None:
@@ -221,11 +218,9 @@ def start(files, turns, common, updates, rounds=None, held=None, lacking=()):
     """Return what a rank trains with after a start from a step."""
     slabs = [FakeSlab() for _ in range(SLABS)]
     copies = LateCopies(turns.moment)
-    kept = KeptSteps(slabs, copies, files, f"job of {files.rank}", rounds is not None)
-    if rounds is not None:
-        kept.join(rounds, [PAGE] * SLABS)
+    kept = KeptSteps(slabs, copies, files, f"job of {files.rank}", rounds)
     if lacking:
-        kept.restore(common, lacking)
+        kept.restore(rounds, common, lacking)
     kept.take_buffers(common, held)
     for slab in slabs:
         copies.copy_out(slab)  # the optimizer is built
@@ -287,7 +282,7 @@ def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_com
     """States after a start are others than before, as those of GPUs may be: nobody may take what is left of before."""
     generator = random.Random(seed)
     updates = list(itertools.accumulate(generator.random() < 0.9 for _ in range(200)))
-    files, rounds, newest, seen = [Files(rank) for rank in range(RANKS)], [None, None], [None, None], 0
+    files, newest, seen, most, turns = [Files(rank) for rank in range(RANKS)], [None, None], 0, 0, None
 
     def common(lost):
         """Return the newest step of those that are left as the node of a rank is lost."""
@@ -314,24 +309,31 @@ def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_com
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(kept_steps.os, "pwrite", write)
     goes_on = []
-    for number in range(STARTS):
+
+    def attempt(loses):
+        nonlocal seen, most, turns, updates, newest
         seen, most = 0, generator.randint(300, 900)
         turns = Turns(generator, look)
         monkeypatch.setattr(torch.distributed, "all_reduce", Votes(turns.moment).all_reduce)
         own = [set(each.whole()[0]) for each in files]
         step, held, lacking = max(own[0] & own[1], default=None), None, []
-        if number % 2 == 0:
-            held = max(set.intersection(*own, *(set(each.whole()[1]) for each in files)), default=None)
-        else:
+        if loses:
             lost = generator.randrange(RANKS)
             step, lacking, files[lost] = newest[lost], [lost], Files(lost)
             goes_on.append(step)
-        mail, members = {}, [None] * RANKS
+        else:
+            held = max(set.intersection(*own, *(set(each.whole()[1]) for each in files)), default=None)
+        mail, members, training = {}, [None] * RANKS, {0, 1}
         rounds = [Rounds(rank, every, -1 if held is None else held, turns.moment, mail) for rank in range(RANKS)]
 
-        def begin(rank, step=step, held=held, lacking=tuple(lacking), members=members, turns=turns, rounds=rounds):
-            kept_from = step if held is None else held
-            members[rank] = start(files[rank], turns, step, updates, rounds[rank], kept_from, lacking)
+        def begin(rank):
+            stays = step if held is None else held
+            members[rank] = start(files[rank], turns, step, updates, rounds[rank], stays, lacking)
+
+        def act(rank, own):
+            train(*members[rank], turns, own, step or 0, updates, touches)
+            members[rank][0].end_rounds()
+            training.discard(rank)
 
         threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(RANKS)]
         for thread in threads:
@@ -339,16 +341,13 @@ def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_com
         for thread in threads:
             thread.join()
         updates = [each + (n > (step or 0)) for n, each in enumerate(updates)]
-        newest, training = [common(0), common(1)], {0, 1}
+        newest = [common(0), common(1)]
         assert newest == [held, held] if held is not None else not lacking or newest[lost] == step
-
-        def act(rank, generator, step=step or 0, members=members, turns=turns, training=training):
-            train(*members[rank], turns, generator, step, updates, 0.0)
-            members[rank][0].end_rounds()
-            training.discard(rank)
-
         acts = [partial(act, rank, random.Random(generator.random())) for rank in range(RANKS)]
         turns.run([*acts, *(partial(each.work, training) for each in rounds)])
+
+    for number in range(STARTS):
+        attempt(loses=number % 2)
     assert goes_on == sorted(goes_on) and goes_on[-1] > STARTS, goes_on
 
 
