@@ -13,7 +13,7 @@ from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, 
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
-LOSSES = int(os.environ.get("CRASH_LOSSES", "4"))
+LOSSES = int(os.environ.get("CRASH_LOSSES", "3"))
 """Lost nodes of all trainings together."""
 KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 """Deaths of all trainings together: in CI so many."""

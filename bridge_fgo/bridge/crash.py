@@ -128,10 +128,8 @@ class Survival:
         if buddy is not None:
             buddy.begun = buddy.whole = -1 if whole is None else whole
             self._engine.hosts_beside += self.kept.hosts_of_ward
-        say(
-            f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by a process "
-            "of its node" + (f", and one of {every} by that of another" if buddy else "")
-        )
+        by = f"a process of its node{f', and one of {every} by that of another' if buddy else ''}"
+        say(f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by {by}")
 
     def _connect(self, buddy: Buddy | None) -> tuple[str, bytes, dict[int, int], dict[int, bytes]]:
         """Return why nothing can be kept, or "", and the layout of this rank's slabs.
