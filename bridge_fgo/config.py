@@ -88,9 +88,9 @@ class OffloadConfig:
 
     copies_to_buddy_every: int | None = None
     """With `survive_crash`, copy a finished step of each rank to another node every so many steps, in the background.
-    If a node is lost, a restart goes on from the newest copies, and does so many steps again and those of one copy.
-    Needs nodes with as many ranks each, and 72 bytes of host memory a parameter in place of 24: four buffers of a
-    rank's own states and two of another's, so that one copy is whole on both nodes while the next is under way."""
+    If a node is lost, a restart goes on from the newest copies, and does so many steps again and those of one copy, for
+    which the next one waits. Needs nodes with as many ranks each, and 72 bytes of host memory a parameter in place of
+    24: four buffers of a rank's own states and two of another's, so that one copy is whole on both nodes meanwhile."""
 
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less

@@ -18,6 +18,7 @@ import atexit
 import inspect
 import itertools
 import json
+import pickle
 import random
 import re
 import sys
@@ -108,7 +109,7 @@ class Survival:
             return
         own = list(map(set, tries))
         there = [of_wards[rank].items() for rank in buddy.of_all] if buddy else []
-        by_buddy = [{step for step, of in each if of == own} for own, each in zip(layouts, there, strict=False)]
+        by_buddy = [{step for step, of in each if of == layout} for layout, each in zip(layouts, there, strict=False)]
         step = max(set.intersection(*map(set.union, own, by_buddy or own)), default=None)
         lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
         whole = max(set.intersection(*own, *by_buddy), default=None) if buddy and not lacking else None
@@ -132,14 +133,12 @@ class Survival:
         say(f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by {by}")
 
     def _connect(self, buddy: Buddy | None) -> tuple[str, bytes, dict[int, int], dict[int, bytes]]:
-        """Return why nothing can be kept, or "", and the layout of this rank's slabs.
-
-        Then how often a start went on from each step that it has, and the layout of each that it has of another rank.
-        """
+        """Return why nothing can be kept, or "", the layout of the slabs, tries of steps, and layouts of a ward's."""
         several = torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
+        if not wait_for_round():
+            return "a copy to another node of an earlier training of this process has not ended", b"", {}, {}
         try:
-            wait_for_round()  # of an earlier training of this process
             self._line = KeeperLine(job_name(), rank, ranks)
             slabs, transfers = self._engine.slabs, self._engine.transfers
             self.kept = kept = KeptSteps(slabs, transfers, self._line, f"{rank} of {ranks}", buddy)
@@ -187,7 +186,8 @@ class Survival:
 
         assert self.kept is not None
         started, engine, train_state = time.perf_counter(), self._engine, context.state.train_state
-        small, beside = self.kept.small_state()
+        payload = self.kept.found[step][1]
+        small, beside = pickle.loads(payload.small), payload.beside
         if not all(gather(small["frozen"] == self._frozen_sum)):
             say(f"no kept step is taken: frozen weights are not those that step {step} was trained with")
             self.kept.forget()

@@ -43,7 +43,6 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from operator import itemgetter
@@ -167,9 +166,6 @@ class KeptSteps:
         line: the rank's keeper.
         job: what has to be the same for a step to be taken, beside the slabs.
         buddy: to whom and from whom steps are copied, if they are.
-
-    Raises:
-        MemoryError: the keeper has no room for it.
     """
 
     def __init__(
@@ -196,8 +192,8 @@ class KeptSteps:
             self._copies, nbytes = [0, 1, 3, 4], sum(buddy.sizes_of_ward)
             self._file("held")
             self.hosts_of_ward = [self._buffer(f"buddy{slot}", -1, 0, nbytes) for slot in WARDS]
-            split = [host.tensor.split(buddy.sizes_of_ward) for host in self.hosts_of_ward]
-            self.received = dict(zip(WARDS, split, strict=True))  # the ward's states
+            states = (host.tensor.split(buddy.sizes_of_ward) for host in self.hosts_of_ward)
+            self.received = dict(zip(WARDS, states, strict=True))
             self.nbytes = 2 * (self.nbytes + nbytes)
         self._held: list[Record] = []  # of the newest rounds: the one that every rank has whole, and the one under way
         self.protected: Record | None = None
@@ -259,12 +255,6 @@ class KeptSteps:
             file, was_there = self._line.file(name, nbytes)
             self._files[name] = MemoryFile(nbytes, file), was_there
         return self._files[name]
-
-    def small_state(self) -> tuple[Any, bytes]:
-        """Return the small state of the protected record, and the bytes of the tensors beside it."""
-        assert self.protected is not None
-        payload = self.found[self.protected.step][1]
-        return pickle.loads(payload.small), payload.beside
 
     def adopt(self) -> None:
         """Have every slab's host buffer be the one that the protected record names; the slabs are released."""
@@ -383,9 +373,7 @@ class KeptSteps:
     def end_rounds(self) -> None:
         """Wait for the round under way: training is over."""
         self._learn()  # else some ranks would have begun one, and others not
-        if self._buddy is not None:
-            with suppress(TimeoutError):
-                wait_for_round()
+        wait_for_round()
 
     def restore(self, buddy: Buddy, step: int, lacking: Sequence[int]) -> None:
         """Have the ranks that lack a step get it from their buddies."""

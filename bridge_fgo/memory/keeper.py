@@ -16,10 +16,10 @@ from typing import Any
 
 from bridge_fgo.config import readable
 
-VARIABLE = "BRIDGE_FGO_KEEPER"
-"""Environment variable with the name of the job's keepers."""
-PATIENCE = 60.0
-"""Seconds to wait for the process that a rank was before: of one that is killed the driver frees the GPU first."""
+VARIABLE = "BRIDGE_FGO_KEEPER"  # environment variable with the name of the job's keepers
+PATIENCE = (
+    60.0  # seconds to wait for the process that a rank was before: of a killed one the driver frees the GPU first
+)
 _MESSAGE_BYTES = 1 << 16
 
 
