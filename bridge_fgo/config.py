@@ -93,6 +93,12 @@ class OffloadConfig:
     buffers, so that one step is always whole: 24 bytes a parameter instead of 12. A restart does at most two steps
     again."""
 
+    copies_to_buddy_every: int | None = None
+    """With `survive_crash`, copy a finished step of each rank to another node every so many steps, in the background.
+    If a node is lost, a restart goes on from the newest copies, and does so many steps again and those of one copy, for
+    which the next one waits. Needs nodes with as many ranks each, and 72 bytes of host memory a parameter in place of
+    24: four buffers of a rank's own states and two of another's, so that one copy is whole on both nodes meanwhile."""
+
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
     time: the geometric mean of the state and 8 MiB (0.4 GB of 20 GB), or a 16th of the state. A part has one slab for
@@ -145,6 +151,11 @@ class OffloadConfig:
         for name, whole in whole_states.items() if self.survive_crash else ():
             if (value := getattr(self, name)) != whole:
                 refuse("survive_crash", f" with {name}={value!r}: the host has to have all states; set {name}={whole}")
+        every = self.copies_to_buddy_every
+        if every is not None and not (is_number(every, int) and every > 0):
+            refuse("copies_to_buddy_every", ": use a number of steps above 0, or None")
+        if every is not None and not self.survive_crash:
+            refuse("copies_to_buddy_every", " with survive_crash=False: no step is kept; set survive_crash=True")
         if not is_number(self.fraction):
             refuse("fraction", ": use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:

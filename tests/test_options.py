@@ -28,7 +28,7 @@ WORDS = {
     "--gradients true": {"gradients": True},
     "--gradients False": {"gradients": False},
     "--slab-bytes 2000000 --piece-bytes 70000": {"slab_bytes": 2_000_000, "piece_bytes": 70_000},
-    "--survive-crash": {"survive_crash": True},
+    "--survive-crash --copies-to-buddy-every 50": {"survive_crash": True, "copies_to_buddy_every": 50},
     "--no-pin-memory --activation-waits": {"pin_memory": False, "activation_waits": True},
 }
 """Command lines, and the settings that each gives."""

@@ -206,12 +206,12 @@ OFFLOADS_HALF = {
 """Of the activations, whose bytes are not counted."""
 
 
-def test_survive_crash_takes_twice_the_host_memory(config, four_gpus):
-    once, twice = (
+def test_survive_crash_takes_twice_the_host_memory_and_six_times_with_a_buddy(config, four_gpus):
+    once, twice, six_times = (
         told("doctor", config(), "--no-probe", *options)[1]["config"]["pinned_by_rank"]
-        for options in ([], ["--survive-crash"])
+        for options in ([], ["--survive-crash"], ["--survive-crash", "--copies-to-buddy-every", "9"])
     )
-    assert twice == 2 * once > 0
+    assert six_times == 3 * twice == 6 * once > 0
 
 
 def test_what_the_host_has_no_room_for_is_in_files_whose_folder_is_examined(config, four_gpus, tmp_path, monkeypatch):

@@ -204,11 +204,10 @@ def make_estimate(
         stages.append(estimate)
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, of_ranks, strict=True)]
         loads.append((max(copied), of_job))
+    copies = 6 if offload.copies_to_buddy_every else 1 + offload.survive_crash
     upstream = is_served_by_mcore(job, offload)
     pinned = [
-        stage.copies
-        + stage.moving
-        + (of_rank.pinned_upstream if upstream else of_rank.hosted * (1 + offload.survive_crash))
+        stage.copies + stage.moving + (of_rank.pinned_upstream if upstream else of_rank.hosted * copies)
         for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]
