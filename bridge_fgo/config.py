@@ -80,11 +80,24 @@ class OffloadConfig:
     States that do not fit stay on the GPU. A second buffer for background saves counts too: if there is no room for it,
     a save copies. Without a limit, ranks that need more than is free are refused."""
 
+    nvme_folder: str | None = None
+    """Keep in a file in this folder, not on the GPU, the states for which `host_memory_gib` has no room. That is "auto"
+    then, unless set. The folder is on a local disk with `O_DIRECT` (ext4, XFS); each rank makes a file without a name,
+    so a crash leaves none. An update needs final gradients, so a step waits for what it reads, except for what the GPU
+    has room for before. It is for jobs that do not fit otherwise, and for long steps. A save still copies all states to
+    host memory."""
+
     survive_crash: bool = False
     """Let a restart go on from the last finished step, without a checkpoint, if the node and its keeper still live.
     Host memory of the states is held by a small process too (`bridge-fgo keep -- torchrun ...`), and each slab has two
     buffers, so that one step is always whole: 24 bytes a parameter instead of 12. A restart does at most two steps
     again."""
+
+    copies_to_buddy_every: int | None = None
+    """With `survive_crash`, copy a finished step of each rank to another node every so many steps, in the background.
+    If a node is lost, a restart goes on from the newest copies, and does so many steps again and those of one copy, for
+    which the next one waits. Needs nodes with as many ranks each, and 72 bytes of host memory a parameter in place of
+    24: four buffers of a rank's own states and two of another's, so that one copy is whole on both nodes meanwhile."""
 
     slab_bytes: int = 1024 * MIB
     """Largest part of the optimizer state that is updated in one go, in bytes. The engine uses less if that costs less
@@ -133,10 +146,16 @@ class OffloadConfig:
         if self.master_remainders and not self.master_weights:
             why = "no master is copied at all; set master_weights=True, or leave master_remainders at False"
             refuse("master_remainders", f" with master_weights=False: {why}")
-        whole_states = {"moments": True, "master_weights": True, "fraction": 1.0, "master_remainders": False}
-        for name, whole in {**whole_states, "host_memory_gib": None}.items() if self.survive_crash else ():
+        whole_states: dict[str, Any] = {"moments": True, "master_weights": True, "fraction": 1.0}
+        whole_states |= {"master_remainders": False, "host_memory_gib": None, "nvme_folder": None}
+        for name, whole in whole_states.items() if self.survive_crash else ():
             if (value := getattr(self, name)) != whole:
                 refuse("survive_crash", f" with {name}={value!r}: the host has to have all states; set {name}={whole}")
+        every = self.copies_to_buddy_every
+        if every is not None and not (is_number(every, int) and every > 0):
+            refuse("copies_to_buddy_every", ": use a number of steps above 0, or None")
+        if every is not None and not self.survive_crash:
+            refuse("copies_to_buddy_every", " with survive_crash=False: no step is kept; set survive_crash=True")
         if not is_number(self.fraction):
             refuse("fraction", ": use a number in (0, 1]")
         if not 0.0 < self.fraction <= 1.0:
@@ -154,6 +173,11 @@ class OffloadConfig:
         if limit is not None and self.gradients is True:
             why = "gradients that leave between microbatches take host memory that the limit does not count; use 'lazy'"
             refuse("host_memory_gib", f" with gradients=True: {why}")
+        folder = self.nvme_folder
+        if folder is not None and (not isinstance(folder, str) or not folder):
+            refuse("nvme_folder", ": use the path of a folder on a local disk, or None")
+        if folder is not None and self.gradients is True:
+            refuse("nvme_folder", " with gradients=True: these take host memory that is not counted; use 'lazy'")
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
             if not is_number(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(name, f": use a number of bytes of at least {least}")

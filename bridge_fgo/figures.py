@@ -7,10 +7,12 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.gradients import Gradients
 from bridge_fgo.memory.meters import PeakMeter, StepClock, Traffic
 
-COUNTERS = ("out", "back", "seconds")
+COUNTERS = ("out", "back", "seconds", "to_file", "from_file", "file_seconds")
 """Counters of a `Traffic`; states have one, and gradients another."""
 GRADIENT_FIGURES = ("gradient_bytes", "gradient_bytes_offloaded", "gradient_bytes_reloaded")
 """Fields of `Stats` about gradients."""
+
+FILE_FIGURES = ("file_bytes_written", "file_bytes_read", "file_wait_seconds")
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Stats:
     """Bytes copied from the GPU to the host (D2H) in the newest step."""
     bytes_reloaded: int = 0
     """Bytes copied from the host to the GPU (H2D) in the newest step."""
+    file_bytes_written: int = 0
+    """Bytes written to `OffloadConfig.nvme_folder` in the newest step."""
+    file_bytes_read: int = 0
+    """Bytes read from it in the newest step, some of them ahead for the next."""
+    file_wait_seconds: float = 0.0
+    """Host time for which training waited for that disk in the newest step."""
     gradient_bytes: int = 0
     """Gradients that take no GPU memory until a backward needs them. 0 with `OffloadConfig.gradients=False`."""
     gradient_bytes_offloaded: int = 0
@@ -82,6 +90,7 @@ class Stats:
         optional += ("optimizer_step_seconds",)
         values = asdict(self)
         names += GRADIENT_FIGURES if self.gradient_bytes else ()
+        names += FILE_FIGURES if self.file_bytes_written or self.file_bytes_read else ()
         return {f"bridge_fgo/{n}": values[n] for n in (*names, *optional) if values[n] is not None}
 
 
@@ -183,6 +192,9 @@ class Figures:
             released_bytes=self._engine.traffic.most_released,
             bytes_offloaded=int(states["out"]),
             bytes_reloaded=int(states["back"]),
+            file_bytes_written=int(states["to_file"]),
+            file_bytes_read=int(states["from_file"]),
+            file_wait_seconds=states["file_seconds"],
             gradient_bytes_offloaded=int(gradients["out"]),
             gradient_bytes_reloaded=int(gradients["back"]),
             enqueue_seconds=states["seconds"] + gradients["seconds"],

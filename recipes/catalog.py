@@ -22,9 +22,7 @@ class Recipe:
     gpus: int  # that the builder's parallel layout is for
     builder: str  # `module:function` within `megatron.bridge`, a function that takes nothing; "" for `tiny`
     hf_model: str  # the Hugging Face model whose config the builder reads; "" for `tiny`
-    benchmark: bool = (
-        False  # whether it measures speed: no checkpoints, 50 steps, MoE routers that are forced to balance
-    )
+    benchmark: bool = False  # whether it measures speed: no checkpoints, 50 steps, MoE routers forced to balance
     mcore_module: str | None = None  # of Megatron-LM's `dev` branch alone, without which the model cannot be built
     system: str = "GB200"  # whose GPUs the builder is for
     step: str = "training.gpt_step"  # the module within `megatron.bridge` whose `forward_step` trains it

@@ -19,20 +19,12 @@ SENT_EARLIER = 60
 
 
 def segment_of(nodes: int) -> int:
-    """Return the largest number of nodes within one rack that divides `nodes`.
-
-    >>> segment_of(16), segment_of(32), segment_of(64)
-    (16, 16, 16)
-    """
+    """Return the largest number of nodes within one rack that divides `nodes`."""
     return next(size for size in range(min(nodes, NODES_A_RACK), 0, -1) if nodes % size == 0)
 
 
 def seconds_of(limit: str) -> int | None:
-    """Return the seconds of a time limit in any of Slurm's forms, None for no limit; ValueError for another form.
-
-    >>> seconds_of("30"), seconds_of("4:30"), seconds_of("1-0"), seconds_of("UNLIMITED")
-    (1800, 270, 86400, None)
-    """
+    """Return the seconds of a time limit in any of Slurm's forms, None for no limit; ValueError for another form."""
     if limit.upper() in ("UNLIMITED", "INFINITE"):
         return None
     form = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import bridge_fgo
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory import layout
+from bridge_fgo.memory.storage_slab import StorageSlab
 from harness.arms.final_state import mcore_optimizers
 
 WHOLE = bridge_fgo.OffloadConfig(engine="native", slab_bytes=2**20, piece_bytes=2**16)
@@ -44,6 +45,18 @@ CONFIGURED = {
     },
 }
 """Settings of Bridge's config, by "section.name", with which gradients are summed, kept or made in other ways."""
+
+
+def poison(patch):
+    """Have storages be overwritten before they go. patch: a monkeypatch."""
+    empty = StorageSlab.empty
+
+    def poisoned(slab):
+        if not slab.is_away:
+            slab._bytes.fill_(0xFF)
+        return empty(slab)
+
+    patch.setattr(StorageSlab, "empty", poisoned)
 
 
 @contextlib.contextmanager

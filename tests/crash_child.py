@@ -22,7 +22,10 @@ import torch
 from bridge_fgo.memory.keeper import VARIABLE, Keeper
 
 GIB = 2**30
-OF_KEPT = ("kept_steps.py", "slab.py", "host_buffer.py", "transfers.py", "slab_queue.py", "schedule.py", "crash.py")
+OF_KEPT = (
+    "kept_steps.py", "buddies.py", "slab.py", "host_buffer.py", "transfers.py", "slab_queue.py", "schedule.py",
+    "crash.py",
+)  # fmt: skip
 """Files whose calls are counted to end a process at one of them."""
 
 
@@ -72,6 +75,8 @@ class Job:
     is_on_gpu: bool = False
     most_after: int = 0
     """Steps of an attempt after which the latest of its random ends is counted: where a step has many calls."""
+    slow_copies: float = 0.0
+    """Seconds that each part of a copy to another node takes more."""
     is_fused: bool = False
     """Whether Adam is Transformer Engine's (a stand-in), whose states mcore can save."""
 
@@ -144,6 +149,9 @@ def _train(rank: int, job: Job) -> None:
         os.environ[debug_transfers.VARIABLE] = str(job.is_late)
         debug_transfers.put_in_place()
     layout.LEAST_PART_BYTES, crash.MOST_TRIES = 2**16, job.tries
+    if job.slow_copies:
+        receive = torch.distributed.recv
+        torch.distributed.recv = lambda *args: (time.sleep(job.slow_copies), receive(*args))
     if job.is_fused:
         fused_adam.have_mcore_take_it(setattr)
     if not job.is_on_gpu:

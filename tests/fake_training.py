@@ -1,6 +1,8 @@
 """Optimizers with offload and twins without, in the order of calls of a training step, with made-up peaks."""
 
+import math
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,6 +14,7 @@ from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.meters import Ledger
+from bridge_fgo.memory.slab_file import buffer_bytes
 from bridge_fgo.offload.profile import Mark
 from bridge_fgo.states.distributed import MegatronSource
 from bridge_fgo.states.inner_step import InnerStep
@@ -75,6 +78,7 @@ class Training:
         meter: measures in place of a `Meter`.
         fp32_views: parameters of each optimizer that are views of the parameter buffer.
         quantized: whether masters are copied to the model in one go.
+        in_file: a folder for the file of what the host has no room for, which is most of it.
         settings: of the `OffloadConfig`.
     """
 
@@ -93,6 +97,7 @@ class Training:
         meter=None,
         fp32_views=0,
         quantized=False,
+        in_file=None,
         **settings,
     ):
         self.twins, self.optimizers = ([_made(sizes, i, fp32_views) for i in range(optimizers)] for _ in range(2))
@@ -103,7 +108,12 @@ class Training:
         settings = {"master_remainders": settings.get("master_weights", True), "piece_bytes": 65536, **settings}
         config = OffloadConfig(engine="native", gpu_memory_budget_gib=gib, **settings)
         self.sources = [MegatronSource(optimizer) for optimizer in self.optimizers]
-        self.engine = NativeEngine(self.sources, config, meter, transfers=transfers)
+        host_bytes = math.inf
+        if in_file is not None:
+            config = replace(config, nvme_folder=in_file, host_memory_gib=1.0)
+            host_bytes = buffer_bytes([4 * max(sizes) * 2]) + WHOLE // 4
+        self.engine = NativeEngine(self.sources, config, meter, transfers=transfers, host_bytes=host_bytes)
+
         self.schedule = meter.schedule = self.engine.schedule
         self.schedule.kind = 1
         self.said = []

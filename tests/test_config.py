@@ -33,6 +33,9 @@ from bridge_fgo import OffloadConfig
         ],
         *[({"host_memory_gib": value}, r"host_memory_gib=.*: use a number of GiB") for value in (0, -1.0, True, "all")],
         ({"host_memory_gib": 40.0, "gradients": True}, r"host_memory_gib=40\.0 with gradients=True: .*use 'lazy'"),
+        *[({"nvme_folder": value}, "use the path of a folder") for value in ("", 3, True)],
+        ({"nvme_folder": "/disk", "gradients": True}, r"nvme_folder='/disk' with gradients=True: .*use 'lazy'"),
+        ({"nvme_folder": "/disk", "survive_crash": True}, r"survive_crash=True with nvme_folder='/disk': .*=None"),
         ({"gpu_memory_budget_gib": 40.0, "fraction": 0.5}, r"fraction=0\.5: both say how much"),
     ],
 )

@@ -1,13 +1,21 @@
 """After a death at any instruction a training goes on bitwise."""
 
+import contextlib
 import dataclasses
 import os
+import random
+import threading
+import time
 
 import pytest
-from crash_child import DROPOUT, End, Job, Kept, run, seen, survivors
+from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, seen, survivors
+
+from bridge_fgo.engines.kept_steps import HEAD, HEAD_BYTES, HEADS_APART, MAGIC, OWN, WARDS
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
+LOSSES = int(os.environ.get("CRASH_LOSSES", "3"))
+"""Lost nodes of all trainings together."""
 KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 """Deaths of all trainings together: in CI so many."""
 SEED = int(os.environ.get("CRASH_SEED", "0"))
@@ -90,3 +98,76 @@ def test_what_cannot_go_on_from_a_kept_step_is_a_line_and_loads_the_checkpoint(t
     if case.same:
         expected = {event["step"]: event["numbers"] for event in seen(plain).of("step")}
         assert all(event["numbers"] == expected[event["step"]] for event in found.of("step"))
+
+
+EVERY = 2
+TO_BUDDY = ("--survive-crash", "--copies-to-buddy-every", str(EVERY))
+NODES = {
+    "fast": Job(ranks=2, steps=10, is_fused=True),
+    "slow copies": Job(ranks=2, steps=10, changes=DROPOUT, is_late=7, slow_copies=0.03),
+    "PP": Job(ranks=2, steps=10, arm=("--pp", "2"), slow_copies=0.01),
+}
+"""Each of the ranks is a node."""
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_after_the_loss_of_a_node_a_training_goes_on_bitwise_from_the_copies_of_its_buddy(tmp_path, name):
+    plain, unique, generator = NODES[name], str(os.getpid()), random.Random(f"{name} {SEED}")
+    whole = dataclasses.replace(plain, folder=tmp_path / "whole")
+    assert run(whole) == [0, 0], seen(whole).logs
+    arm = (*plain.arm, *TO_BUDDY)
+    job = dataclasses.replace(plain, folder=tmp_path / "killed", keeper=f"{unique}.{{rank}}", arm=arm)
+    losses = LOSSES // len(NODES) + (list(NODES).index(name) < LOSSES % len(NODES))
+    with contextlib.ExitStack() as stack:
+        nodes = [stack.enter_context(contextlib.ExitStack()) for _ in range(2)]
+        keepers = [node.enter_context(Kept(f"{unique}.{rank}")) for rank, node in enumerate(nodes)]
+        status, expected, begun, losses_of_steps = [1], 0, 0, []
+        while any(status):
+            status = run(dataclasses.replace(job, end=random_end(generator, 2, most_after=5) if losses > 0 else None))
+            begins, steps = seen(job).of("begin"), [-1, *(event["step"] for event in seen(job).of("step"))]
+            if len(begins) > begun:
+                assert begins[-1]["step"] == expected, seen(job).logs[0][-3000:]
+            assert losses > 0 or not any(status), seen(job).logs
+            losses, lost = losses - 1, generator.randrange(2)
+            expected = newest_at(keepers[1 - lost], 1 - lost) or 0
+            if len(begins) > begun and steps[-1] - begins[-1]["step"] >= EVERY + 2 and any(status):
+                losses_of_steps.append(steps[-1] + 1 - expected)
+            begun = len(begins)
+            nodes[lost].close()
+            keepers[lost] = nodes[lost].enter_context(Kept(f"{unique}.{lost}"))  # of a node that replaces it
+    require_same(seen(job), seen(whole), most_again=job.steps + 1)
+    assert job.slow_copies or max(losses_of_steps, default=0) <= EVERY + 2, losses_of_steps
+
+
+def newest_at(kept: Kept, rank: int) -> int | None:
+    """Return the newest step that a node has of its own rank and of the other one."""
+    ledger = kept.keeper._files.get(f"{rank}/ledger")
+    heads = [os.pread(ledger, HEAD_BYTES, slot * HEADS_APART) for slot in (*OWN, *WARDS) if ledger is not None]
+    steps = [HEAD.unpack_from(head)[1] if head.startswith(MAGIC) else None for head in heads]
+    return max({step for step in steps[: len(OWN)] if step in steps[len(OWN) :] and step is not None}, default=None)
+
+
+def test_training_goes_on_as_the_keeper_of_a_buddy_is_lost(tmp_path):
+    unique, (folder, whole) = str(os.getpid()), (tmp_path / "kept", Job(tmp_path / "whole", ranks=2, is_fused=True))
+    job = dataclasses.replace(whole, folder=folder, keeper=f"{unique}.{{rank}}", arm=TO_BUDDY)
+    assert run(whole) == [0, 0]
+    with Kept(f"{unique}.0"), contextlib.ExitStack() as stack:
+        stack.enter_context(Kept(f"{unique}.1"))
+
+        def lose() -> None:
+            while len(seen(job).of("step", 1)) < 3:
+                time.sleep(0.05)
+            stack.close()
+
+        threading.Thread(target=lose, daemon=True).start()
+        assert run(job) == [0, 0], seen(job).logs
+    assert "the keeper has ended" in seen(job).logs[1]
+    require_same(seen(job), seen(whole))
+
+
+def test_copies_to_a_buddy_are_refused_where_all_ranks_are_of_one_node(tmp_path):
+    with Kept(name := str(os.getpid())):
+        job = Job(tmp_path, ranks=2, keeper=name, arm=TO_BUDDY)
+        assert all(run(job))
+    assert "ValueError: OffloadConfig.copies_to_buddy_every=2: it needs two nodes at least" in seen(job).logs[0]
+    assert not seen(job).of("step")

@@ -23,11 +23,12 @@ WORDS = {
     "--gpu-memory-budget-gib 2": {"gpu_memory_budget_gib": 2.0},
     "--gpu-memory-budget-gib auto": {"gpu_memory_budget_gib": "auto"},
     "--host-memory-gib 100": {"host_memory_gib": 100.0},
+    "--nvme-folder /disk": {"nvme_folder": "/disk"},
     "--gradients lazy": {"gradients": "lazy"},
     "--gradients true": {"gradients": True},
     "--gradients False": {"gradients": False},
     "--slab-bytes 2000000 --piece-bytes 70000": {"slab_bytes": 2_000_000, "piece_bytes": 70_000},
-    "--survive-crash": {"survive_crash": True},
+    "--survive-crash --copies-to-buddy-every 50": {"survive_crash": True, "copies_to_buddy_every": 50},
     "--no-pin-memory --activation-waits": {"pin_memory": False, "activation_waits": True},
 }
 """Command lines, and the settings that each gives."""

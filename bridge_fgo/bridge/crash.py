@@ -18,6 +18,7 @@ import atexit
 import inspect
 import itertools
 import json
+import pickle
 import random
 import re
 import sys
@@ -34,11 +35,13 @@ from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import readable
+from bridge_fgo.engines.buddies import Buddy, wait_for_round
 from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.kept_steps import KeptSteps
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.memory.digest import byte_sums
+from bridge_fgo.memory.host_memory import pools
 from bridge_fgo.memory.keeper import VARIABLE, KeeperLine, job_name
 from bridge_fgo.states.distributed import TORCH, McoreSource
 
@@ -82,7 +85,7 @@ class Survival:
         self._line: KeeperLine | None = None
         self._step: int | None = None  # to go on from
         self._why = ""  # why no kept step is taken, if there might be one
-        self._before = self._config = b""  # of the newest record, and of this start once Bridge's setup has asked
+        self._config = b""  # of this start, once Bridge's setup has asked
         self._resumed: dict[str, Any] | None = None  # the small state, until the first step has begun
         self._iterators: Sequence[Any] = ()
         self._is_whole = self._is_over = False  # whether every state exists; whether training has ended
@@ -95,37 +98,54 @@ class Survival:
         Without a keeper training goes on as without the setting, and rank 0 says so.
         """
         started = time.perf_counter()
-        told = gather(self._connect())
-        if why := next((f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(told) if problem), ""):
+        every, buddy = self._engine.config.copies_to_buddy_every, None
+        if every is not None:
+            node, sizes = f"{pools()[0].identity} {job_name()}", [slab.nbytes for slab in self._engine.slabs]
+            buddy = Buddy(gather((node, sizes)), every, warn)
+        problems, layouts, tries, of_wards = zip(*gather(self._connect(buddy)), strict=True)
+        if why := next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), ""):
             self.kept = None
             say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
             return
+        own = list(map(set, tries))
+        there = [of_wards[rank].items() for rank in buddy.of_all] if buddy else []
+        by_buddy = [{step for step, of in each if of == layout} for layout, each in zip(layouts, there, strict=False)]
+        step = max(set.intersection(*map(set.union, own, by_buddy or own)), default=None)
+        lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
+        whole = max(set.intersection(*own, *by_buddy), default=None) if buddy and not lacking else None
         assert self.kept is not None
-        steps = [set(found) for _, found in told]
-        self._step = step = max(set.intersection(*steps), default=None)
-        if step is None and any(steps):
-            lacking = next((rank for rank, found in enumerate(steps) if not found), 0)
-            self._why = f"rank {lacking} has none, as its node or its keeper was lost, or other states"
-        if step is not None and (tries := max(found[step] for _, found in told)) >= MOST_TRIES:
-            self._why, self._step = f"{tries} starts from step {step} have failed", None
-        self.kept.take_buffers(self._step)
-        say(
-            f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank, two buffers for each "
-            "slab, are kept by a process of its node"
-        )
-        self.seconds["agree"] = time.perf_counter() - started
+        if step is None and any(own):
+            rank = next((rank for rank, steps in enumerate(own) if not steps), 0)
+            self._why = f"rank {rank} has none, as its node or its keeper was lost, or other states"
+        if step is not None and (most := max(each.get(step, 0) for each in tries)) >= MOST_TRIES:
+            self._why, step, whole, lacking = f"{most} starts from step {step} have failed", None, None, []
+        self._step, self.seconds["agree"] = step, time.perf_counter() - started
+        if buddy is not None and step is not None and lacking:
+            self.kept.restore(buddy, step, lacking)
+            self.seconds["other nodes"] = seconds = time.perf_counter() - started - self.seconds["agree"]
+            ranks, nbytes = ", ".join(map(str, lacking)), readable(self._engine.planned_bytes)
+            say(f"step {step} of rank {ranks} is from the keeper of another node: {nbytes} each in {seconds:.2f} s")
+        self.kept.take_buffers(step, step if buddy and whole is None else whole)
+        if buddy is not None:
+            buddy.begun = buddy.whole = -1 if whole is None else whole
+            self._engine.hosts_beside += self.kept.hosts_of_ward
+        by = f"a process of its node{f', and one of {every} by that of another' if buddy else ''}"
+        say(f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by {by}")
 
-    def _connect(self) -> tuple[str, dict[int, int]]:
-        """Return why nothing can be kept, or "", and how often a start went on from each step that this rank has."""
+    def _connect(self, buddy: Buddy | None) -> tuple[str, bytes, dict[int, int], dict[int, bytes]]:
+        """Return why nothing can be kept, or "", the layout of the slabs, tries of steps, and layouts of a ward's."""
         several = torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
+        if not wait_for_round():
+            return "a copy to another node of an earlier training of this process has not ended", b"", {}, {}
         try:
             self._line = KeeperLine(job_name(), rank, ranks)
-            self.kept = kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, f"{ranks} ranks")
+            slabs, transfers = self._engine.slabs, self._engine.transfers
+            self.kept = kept = KeptSteps(slabs, transfers, self._line, f"{rank} of {ranks}", buddy)
         except (OSError, MemoryError) as error:
-            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", {}
-        self._before = kept.last_config
-        return "", {step: kept.tries(step) for step in kept.found}
+            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", b"", {}, {}
+        of_ward = {step: layout for step, (_, layout) in kept.of_ward.items()}
+        return "", kept.layout, {step: kept.tries(step) for step in kept.found}, of_ward
 
     # Bridge's setup.
 
@@ -134,7 +154,7 @@ class Survival:
         self._config = json.dumps(_described(cfg)).encode()
         if self.kept is None:
             return loads
-        step, why = self._step, max(gather(self._why or _difference(self._before, self._config)))
+        step, why = self._step, max(gather(self._why or _difference(self.kept.last_config, self._config)))
         # On all ranks or on none, as Bridge reads a checkpoint's step by collectives.
         if not why and step is not None and (newest := max(gather(_newest_checkpoint(cfg, manager)))) > step:
             why = f"the checkpoint of step {newest} is newer than the kept step {step}"
@@ -166,7 +186,8 @@ class Survival:
 
         assert self.kept is not None
         started, engine, train_state = time.perf_counter(), self._engine, context.state.train_state
-        small, beside = self.kept.small_state()
+        payload = self.kept.found[step][1]
+        small, beside = pickle.loads(payload.small), payload.beside
         if not all(gather(small["frozen"] == self._frozen_sum)):
             say(f"no kept step is taken: frozen weights are not those that step {step} was trained with")
             self.kept.forget()
@@ -289,6 +310,8 @@ class Survival:
     def end_step(self, outcome: Any, state: Any) -> None:
         """Note what Bridge's step has returned: where it ends training, the next start is to have what it saves."""
         self._is_over = outcome[3] or state.train_state.step + 1 >= state.cfg.train.train_iters
+        if self._is_over and self.kept is not None:
+            self.kept.end_rounds()
         if outcome[3]:  # `should_exit`
             self.close()
 

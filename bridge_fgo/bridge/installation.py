@@ -10,7 +10,7 @@ Global state of a process, beside constants and caches, by what ends it:
 - The end of each object in it: `residency._open`, `activation_offload.askers`, `reporting._measurements`,
   `checkpoint_workers._movers`, `checkpoint_workers._undo`, `gradient_bucket._changed`, `guard._views`,
   `slab._slabs`.
-- The next training, or the end of the process: `crash._newest`.
+- The next training, or the end of the process: `crash._newest`, `buddies._round`.
 - The end of the process: `installation._hooked` and `installation._ended`, as wrapt takes no hook back,
   `settings.caller`, `guard._looks`, and the locks `ranks.collectives` and `guard.touching`.
 """

@@ -265,6 +265,7 @@ def _survival(beside: str, text: str, when: Callable[[RunConfig], bool] | None =
     return Refusal(SURVIVE, (beside,), f"{text}; or set {SURVIVE}=False", lambda a: a.sets(SURVIVE) and asks(a))
 
 
+FOLDER = "OffloadConfig.nvme_folder"
 REMAINDERS = "OffloadConfig.master_remainders"
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 OF_SETTINGS = [
@@ -307,6 +308,9 @@ OF_SETTINGS = [
         lambda a: a.is_layer_wise),
     _survival("model.cuda_graph_impl", "a graph of the whole iteration draws its random numbers itself; capture layers",
         lambda a: captures_full_iteration(getattr(a.cfg, "model", None))),
+    Refusal(FOLDER, ("model.cuda_graph_impl",),
+        "threads look whether copies are over, which a capture forbids; capture layers, or set nvme_folder=None",
+        lambda a: a[FOLDER] is not None and captures_full_iteration(getattr(a.cfg, "model", None))),
     _gradients("ddp.overlap_grad_reduce",
         "all gradients of a rank are one bucket then, which the whole backward needs; set ddp.overlap_grad_reduce=True",
         lambda a: a["ddp.overlap_grad_reduce"] is False),
@@ -348,6 +352,8 @@ OF_SETTINGS_UNDER_FSDP = [
         lambda a: a["OffloadConfig.engine"] == "mcore"),
     Refusal(REMAINDERS, (FLAG_TEXT, FSDP), "its masters are copied whole; leave it at False"),
     _gradients(FSDP, "it has buffers of its own for gradients", lambda a: True),
+    Refusal(FOLDER, (FSDP,), "it was not yet run with states in files; set nvme_folder=None",
+        lambda a: a[FOLDER] is not None),
     _survival(FSDP, "its masters were not yet gone on from; set ddp.use_megatron_fsdp=False", lambda a: True),
     Refusal("OffloadConfig.moments", ("ddp.megatron_fsdp_main_params_dtype",),
         "weights have no masters, and nothing would be offloaded; set moments=True or leave the flag unset",
@@ -358,9 +364,9 @@ OF_SETTINGS_UNDER_FSDP = [
 ]  # fmt: skip
 
 
-def refuse_config(cfg: Any, settings: OffloadConfig | None = None) -> None:
+def refuse_config(cfg: Any, settings: OffloadConfig) -> None:
     """Raise ValueError if a config that Bridge has validated cannot be combined with these settings."""
-    refuse(config_refusals(cfg) if settings is None else all_refusals(cfg, settings))
+    refuse(all_refusals(cfg, settings))
 
 
 def config_refusals(cfg: Any) -> Iterator[str]:

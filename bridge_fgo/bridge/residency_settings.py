@@ -17,6 +17,7 @@ REFUSED = {
         "optimizer.offload_optimizer_states and leave config out",
     "host_memory_gib": "that is a limit for a node's states; use Residency(host_memory_limit_gib=...), for all that a "
         "rank moves",
+    "nvme_folder": "Bridge's train_step alone keeps states in files; use None, or frozen_folder for frozen parameters",
     "survive_crash": "Bridge's train_step alone keeps finished steps; set it to False, or set "
         "optimizer.offload_optimizer_states and leave config out",
     "measure": "Bridge's train_step alone logs peaks without the offload; set it to False, and read the peaks of "
@@ -24,7 +25,7 @@ REFUSED = {
 }  # fmt: skip
 """Settings that a `Residency` takes at their defaults alone, and why, and what to do."""
 
-OF_TRAIN_STEP = ("gradients", "host_memory_gib", "survive_crash")
+OF_TRAIN_STEP = ("gradients", "host_memory_gib", "nvme_folder", "survive_crash")
 """Settings that only Bridge's train_step with the flag goes by, beside the engine."""
 
 

@@ -299,6 +299,8 @@ class Session:
         if (gradients := self.gradients) is not None:
             moving = f", {readable(gradients.moving_bytes)} leave between microbatches" * gradients.offloads
             stays += f"; {readable(gradients.nbytes)} of gradients are allocated in backward{moving}"
+        if isinstance(engine, NativeEngine) and self.settings.nvme_folder is not None:
+            pinned += f", {engine.file_note()}"
         if not engine.sources:
             stays = "everything: this rank has only stub optimizers"
         say(

@@ -104,7 +104,8 @@ class CheckpointingEngine(Engine):
         offloaded = self._offloaded[source]
         # Whole: masters that are packed would be reloaded and unpacked for it.
         with self.masters.copied_whole(), self.transfers.computing():
-            send_off([slab for slab in offloaded.moving if slab.state is SlabState.RESIDENT])  # left to the next pass
+            here = [slab for slab in offloaded.moving if slab.state is SlabState.RESIDENT and not slab.host.in_file]
+            send_off(here)  # left to the next pass
         snapshot = self._snapshots[source] = Snapshot(offloaded.owners, self.transfers, copies, self._has_worker, lends)
         whole = self.masters.copied_whole() if lends else nullcontext()
         try:

@@ -9,7 +9,7 @@ from typing import Any, override
 
 import torch
 
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.checkpoints import CheckpointingEngine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
@@ -20,6 +20,7 @@ from bridge_fgo.memory.layout import copied_whole
 from bridge_fgo.memory.meters import PeakMeter, Traffic, block_rounding
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState, require_readable, send_off
+from bridge_fgo.memory.slab_file import SlabFile, parts_in_file
 from bridge_fgo.memory.transfers import CudaTransfers, Transfers
 from bridge_fgo.offload.advice import Advice
 from bridge_fgo.offload.profile import Mark
@@ -33,7 +34,8 @@ class NativeEngine(CheckpointingEngine):
     Host memory is planned and mapped here and page-locked by `pin`, before training: what exists is known, and so are
     the sizes and dtypes of what the first step makes. ValueError for a budget if GPU memory cannot be measured.
 
-    It takes at most `host_bytes` of host memory: states that do not fit stay on the GPU (`unhosted_bytes`).
+    It takes at most `host_bytes` of host memory: states that do not fit stay on the GPU (`unhosted_bytes`), or are in
+    a file (`file`) in `OffloadConfig.nvme_folder`.
     """
 
     name = "native"
@@ -70,10 +72,14 @@ class NativeEngine(CheckpointingEngine):
         offloaded: list[OffloadedSource] = []
         self.host_room = host_bytes
         for source in sources:
-            offloaded.append(OffloadedSource(source, config, codec_of, make_slab, self.host_room))
+            room = self.host_room if config.nvme_folder is None else math.inf
+            offloaded.append(OffloadedSource(source, config, codec_of, make_slab, room))
             self.host_room -= sum(slab.nbytes for slab in offloaded[-1].slabs)
         self._offloaded = dict(zip(self.sources, offloaded, strict=True))
         schedule.parts += [part for each in offloaded for part in each.parts]
+        self.file: SlabFile | None = None
+        if config.nvme_folder is not None and self.host_room < 0:
+            self._put_in_file(config.nvme_folder, host_bytes)
         self.state_bytes = sum(each.state_bytes for each in offloaded)
         self.planned_bytes = sum(each.planned_bytes for each in offloaded)
         self.unhosted_bytes = sum(each.unhosted_bytes for each in offloaded)
@@ -92,6 +98,17 @@ class NativeEngine(CheckpointingEngine):
         self._counted_whole: set[Source] = set()  # those whose undivided step the plans count
         self._stepped: set[Source] | None = None  # that have ended their step in this training step; None before one
 
+    def _put_in_file(self, folder: str, host_bytes: float) -> None:
+        """Have a file in place of host memory for the slabs of some parts."""
+        parts = self.schedule.parts
+        for place in parts_in_file([[slab.nbytes for slab in part.slabs] for part in parts], host_bytes, self.config):
+            parts[place].in_file = True
+        slabs = [slab for part in parts if part.in_file for slab in part.slabs]
+        self.file = SlabFile(folder, [slab.nbytes for slab in slabs], self.traffic)
+        for slab in slabs:
+            slab.host = self.file.buffer(slab.nbytes)
+        self.host_room = host_bytes - self.host_bytes
+
     @property
     def slabs(self) -> list[Slab]:
         """All slabs, in the order in which they move."""
@@ -108,8 +125,12 @@ class NativeEngine(CheckpointingEngine):
 
     @property
     def _hosts_to_pin(self) -> list[HostBuffer]:
-        hosts = (host for slab in self.slabs for host in slab.hosts)
-        return [*hosts, *self.hosts_beside] if self._pins else []
+        return [*self._hosts, *self.hosts_beside] if self._pins else []
+
+    @property
+    def _hosts(self) -> list[HostBuffer]:
+        hosts = [host for slab in self.slabs for host in slab.hosts if not host.in_file]
+        return hosts if self.file is None else [*hosts, *self.file.memory]
 
     @override
     def pin(self) -> None:
@@ -120,18 +141,30 @@ class NativeEngine(CheckpointingEngine):
         for host in self.hosts_beside:
             host.is_to_lock = False  # by a Residency either, with pin_memory=False
         self.hosts_beside = []
+        if self.file is not None:
+            self.file.probe()
 
     # Figures.
 
     @property
     @override
     def pinned_bytes(self) -> int:
-        return sum(slab.pinned_bytes for slab in self.slabs)
+        return sum(host.pinned_bytes for host in self._hosts)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory for the slabs, page-locked or not, with all buffers that take turns."""
-        return sum(slab.nbytes * len(slab.hosts) for slab in self.slabs)
+        return sum(host.tensor.numel() for host in self._hosts)
+
+    def file_note(self) -> str:
+        """Return what is in files, and the time that this adds to a step at most, for a line."""
+        if (file := self.file) is None:
+            return f"nothing in {self.config.nvme_folder}, as it fits"
+        read, written = (rate / 1e9 for rate in file.rates)
+        return (
+            f"{readable(file.nbytes)} in a file in {file.folder} (read at {read:.1f} GB/s, written at {written:.1f}, "
+            f"while all ranks of the node do; a step may wait {file.nbytes / min(file.rates):.1f} s for it)"
+        )
 
     @property
     @override
@@ -189,6 +222,7 @@ class NativeEngine(CheckpointingEngine):
         coming = [source for source, each in self._offloaded.items() if each.reloading]
         with self.masters.verified(*coming) if coming else nullcontext():
             moving = [s for each in self._offloaded.values() for s in (each.slabs if self.copies_all else each.moving)]
+            moving = [slab for slab in moving if not slab.host.in_file]  # the schedule knows when the disk has room
             self._advice.time_copies(moving, send_off)
         self.schedule.begin_pass(is_like_others)
 
@@ -222,6 +256,8 @@ class NativeEngine(CheckpointingEngine):
         if self._stepped is None:
             self._require_untorn("updated")
             self._require_loaded(self.sources, "updated")
+            if self.file is not None:
+                self.file.raise_error()
             self.masters.require_restorable(self.sources)  # of all sources, before the first of them is updated
             self._stepped = set()
 
@@ -314,6 +350,8 @@ class NativeEngine(CheckpointingEngine):
             self.require_writable()
         for slab in self.slabs:
             slab.close()
+        if self.file is not None:
+            self.file.close()
         self.schedule.forget_parts()
         self._offloaded.clear()
         self.sources = []

@@ -34,12 +34,18 @@ thread, 5.7 with 4, 9.5 with 8, 14.7 with 16. Transparent huge pages changed non
 registering pages that nobody touched before ran at 2.1 GB/s."""
 
 
+def at_once() -> bool:
+    """Say that a copy is over: one between tensors of the host."""
+    return True
+
+
 class HostBuffer:
     """`nbytes` (above 0) of host memory as one uint8 tensor, which `page_lock` locks; RuntimeError where there is none.
 
-    Its classes differ in where the bytes are: in this process, in a file on a disk (`FileBuffer`), in memory that a
-    process that saves reads too (`SharedHostBuffer`), or in memory that outlives this process (`KeptBuffer` in
-    `engines.kept_steps`). Whoever writes one first calls `before_write`, and then asks whether it `is_taken`.
+    Its classes differ in where the bytes are: in this process, in a file on a disk (`FileBuffer`, and `DiskBuffer` in
+    `memory.slab_file`), in memory that a process that saves reads too (`SharedHostBuffer`), or in memory that outlives
+    this process (`KeptBuffer` in `engines.kept_steps`). Whoever writes one first calls `before_write`, and then asks
+    whether it `is_taken`.
 
     PyTorch's own pinned allocator rounds every block up to a power of two (pytorch#95823, pytorch#150517), which can
     double the host memory of a job; here a mapping of the exact size is registered instead.
@@ -48,6 +54,9 @@ class HostBuffer:
     is_taken = False  # whether its bytes have to stay as they are, because somebody else reads them
     is_lent = False  # whether somebody in this process has a tensor of it that was lent
     untouched_bytes = 0  # that `lock` takes from the host; 0 once it has
+    in_file = False  # whether it has memory for copies only while one uses it, and a file otherwise
+    is_ready = True  # whether a copy in need not wait for a disk
+    has_room = True  # whether a copy out need not wait for a disk
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -69,6 +78,27 @@ class HostBuffer:
 
     def before_update(self) -> None:
         """Do what has to be done before the states are updated whose bytes may be on their way to the buffer."""
+
+    def to_fill(self) -> torch.Tensor:
+        """Return the memory for a copy out, uint8; once it is enqueued, `filled` says so."""
+        return self.tensor
+
+    def filled(self, nbytes: int, has_happened: Callable[[], bool] = at_once) -> None:
+        """Note a copy out of `nbytes`, which is over once `has_happened` says so."""
+
+    def to_empty(self) -> torch.Tensor:
+        """Return the memory for a copy in, uint8; once it is enqueued, `emptied` says so."""
+        return self.tensor
+
+    def emptied(self, has_happened: Callable[[], bool] = at_once) -> None:
+        """Note a copy in, which is over once `has_happened` says so."""
+
+    def read_ahead(self) -> None:
+        """Begin what a copy in would wait for."""
+
+    def for_host(self) -> torch.Tensor:
+        """Return the bytes for the host to read or, after `before_write`, to write; no copy is under way."""
+        return self.tensor
 
     def to_lend(self) -> SharedHostBuffer:
         """Return a buffer of the same size that takes turns with it, so that either may be lent."""
@@ -106,20 +136,33 @@ class FileBuffer(HostBuffer):
 
     @override
     def _map(self, nbytes: int) -> torch.Tensor:
+        setting = f"Residency(frozen_folder={str(self._folder)!r})"
+        file = unnamed_file(self._folder, nbytes, setting, "the frozen parameters of every rank of the node")
         try:
-            with TemporaryFile(dir=self._folder) as file:
-                if (kind := file_system(os.fstat(file.fileno()).st_dev)) in ("tmpfs", "ramfs"):
-                    raise ValueError(
-                        f"Residency(frozen_folder={str(self._folder)!r}): a {kind} is memory of the host, which "
-                        "the files are to save: name a folder on a disk of the node, or leave it out"
-                    )
-                os.posix_fallocate(file.fileno(), 0, nbytes)  # to write where the disk is full would end the process
-                return torch.frombuffer(_mapped(file.fileno(), nbytes), dtype=torch.uint8)
-        except OSError as error:
-            raise ValueError(
-                f"Residency(frozen_folder={str(self._folder)!r}): a file of {nbytes} bytes could not be made there "
-                f"({error}): name a folder that has room for the frozen parameters of every rank of the node"
-            ) from error
+            return torch.frombuffer(mapped(file, nbytes), dtype=torch.uint8)
+        finally:
+            os.close(file)
+
+
+def unnamed_file(folder: Path, nbytes: int, setting: str, holds: str) -> int:
+    """Return the descriptor of a new file without a name, so that no crash leaves one, with disk space for `nbytes`.
+
+    ValueError, which names the `setting`, where there is no such folder, no space for what it `holds`, or no disk.
+    """
+    try:
+        with TemporaryFile(dir=folder) as file:
+            if (kind := file_system(os.fstat(file.fileno()).st_dev)) in ("tmpfs", "ramfs"):
+                raise ValueError(
+                    f"{setting}: a {kind} is memory of the host, which the files are to save: name a folder on a disk "
+                    "of the node, or leave it out"
+                )
+            os.posix_fallocate(file.fileno(), 0, nbytes)  # to write where the disk is full would end the process
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise ValueError(
+            f"{setting}: a file of {nbytes} bytes could not be made there ({error}): name a folder that has room for "
+            f"{holds}"
+        ) from error
 
 
 def file_system(device: int) -> str:
@@ -238,7 +281,7 @@ class MemoryFile:
     def __init__(self, nbytes: int, file: int | None = None) -> None:
         self.file = _memory_file(nbytes) if file is None else file
         weakref.finalize(self, os.close, self.file)
-        self.memory = _mapped(self.file, nbytes)
+        self.memory = mapped(self.file, nbytes)
 
 
 class Loan:
@@ -318,7 +361,7 @@ def _received(handle: Any, nbytes: int) -> Any:
     """Return the memory of a file of another process, as long as anything refers to it."""
     file = handle.detach()
     try:
-        return _mapped(file, nbytes)
+        return mapped(file, nbytes)
     finally:
         os.close(file)
 
@@ -331,9 +374,9 @@ ForkingPickler.register(LentStorage, _reduce_storage)
 ForkingPickler.register(MemoryFile, _reduce_file)
 
 
-def _mapped(file: int, nbytes: int) -> Any:
+def mapped(file: int, nbytes: int, start: int = 0) -> Any:
     """Return a file's memory as bytes. Python's own mapping would keep another descriptor of it."""
-    base = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
+    base = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, start)
     if base == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

@@ -16,10 +16,10 @@ from typing import Any
 
 from bridge_fgo.config import readable
 
-VARIABLE = "BRIDGE_FGO_KEEPER"
-"""Environment variable with the name of the job's keepers."""
-PATIENCE = 60.0
-"""Seconds to wait for the process that a rank was before: of one that is killed the driver frees the GPU first."""
+VARIABLE = "BRIDGE_FGO_KEEPER"  # environment variable with the name of the job's keepers
+PATIENCE = (
+    60.0  # seconds to wait for the process that a rank was before: of a killed one the driver frees the GPU first
+)
 _MESSAGE_BYTES = 1 << 16
 
 
@@ -154,7 +154,7 @@ class KeeperLine:
 
     def _ask(self, **asked: Any) -> tuple[dict[str, Any], list[int]]:
         self._socket.send(json.dumps({"rank": self._rank, **asked}).encode())
-        message, files, *_ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
+        message, files, *_ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not message:
             raise ConnectionResetError("it has ended, or is of another user")
         return json.loads(message), list(files)
@@ -167,7 +167,6 @@ class KeeperLine:
         answer, files = self._ask(name=name, nbytes=nbytes)
         if "refusal" in answer:
             raise MemoryError(answer["refusal"])
-        os.set_inheritable(files[0], False)
         return files[0], answer["was_there"]
 
     def is_alive(self) -> bool:

@@ -108,6 +108,7 @@ class PartBytes:
     nbytes: int
     transit_bytes: int
     stays: bool = False
+    in_file: bool = False  # whether a disk has it while it is away
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,8 @@ class Traffic:
         self.back = 0
         self.released = self.most_released = 0  # off the GPU now, and at most since the newest pass began
         self.seconds = 0.0  # host time spent on the moves
+        self.to_file = self.from_file = 0  # bytes that a disk wrote and read
+        self.file_seconds = 0.0  # for which the training thread waited for the disk; they do not count in `seconds`
         self.touches = Touches()  # counts states that came back because code used them
 
     def __enter__(self) -> None:

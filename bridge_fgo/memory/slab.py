@@ -566,7 +566,7 @@ class Slab(SlabStateMachine):
 
     def host_view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         """Return the host buffer at an offset in bytes as a tensor like one that lives there."""
-        return self.host.tensor[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return self.host.for_host()[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def share_host(self, buffer: SharedHostBuffer) -> None:
         """Use a buffer that can be lent, with the same bytes, from now on; no copy out may be under way."""
@@ -617,11 +617,6 @@ class Slab(SlabStateMachine):
     def hosts(self) -> list[HostBuffer]:
         """All its host buffers."""
         return [self.host, *self.spares]
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Host bytes that are page-locked for the slab."""
-        return sum(host.pinned_bytes for host in self.hosts)
 
     def close(self) -> None:
         """Let go of the host memory; the tensors stay in the slab's GPU memory, which counts no more."""

@@ -107,7 +107,9 @@ class Transfers:
 
         `written` says whether something that writes it was enqueued since the last copy of the same `back_to_back`.
         """
-        slab.host.tensor[: slab.moving.numel()].copy_(slab.moving)
+        nbytes = slab.moving.numel()
+        slab.host.to_fill()[:nbytes].copy_(slab.moving)
+        slab.host.filled(nbytes)
 
     def release(self, slab: Movable) -> None:
         """Free the slab's GPU memory, which nothing may reuse before the copy out has read it."""
@@ -116,8 +118,10 @@ class Transfers:
 
     def copy_in(self, slab: Movable) -> None:
         """Allocate the slab's GPU memory on the current stream and start the copy from its host buffer."""
+        memory = slab.host.to_empty()  # first: if the disk fails, the slab is still released
         slab.allocate()
-        slab.moving.copy_(slab.host.tensor[: slab.moving.numel()])
+        slab.moving.copy_(memory[: slab.moving.numel()])
+        slab.host.emptied()
 
     def wait_in(self, slab: Movable) -> None:
         """Make the current stream wait for the copy in."""
@@ -328,20 +332,25 @@ class CudaTransfers(Transfers):
     def copy_out(self, slab: Movable, written: bool = True) -> None:
         # Race: optimizer.step() or the adoption, queued on the streams, still writes the states.
         after = self._now(self._streams()) if written or not self._is_ordered else ()
-        moving = slab.moving
-        self._memory[slab.host.address] = moving, slab.host.tensor
-        self._out.copy(slab.host.address, moving.data_ptr(), moving.numel(), self._events(slab)[0], after)
+        host, moving, copied = slab.host, slab.moving, self._events(slab)[0]
+        memory = host.to_fill()
+        self._memory[host.address] = moving, memory
+        self._out.copy(memory.data_ptr(), moving.data_ptr(), moving.numel(), copied, after)
+        host.filled(moving.numel(), copied.has_happened)
 
     @override
     def copy_in(self, slab: Movable) -> None:
+        host, copied = slab.host, self._events(slab)[1]
+        memory = host.to_empty()
         with self.on_compute_stream():  # whose memory it is: a reader's side stream would get the block back from it
             slab.allocate()
         # Race: the allocator handed out memory whose last user may still run on the stream. And the copy out may
         # still be writing the host buffer that this copy reads: the stream has waited for it since the release.
         after = () if self._is_ordered else self._now(self._alone)
         moving = slab.moving
-        self._memory[slab.host.address] = moving, slab.host.tensor
-        self._in.copy(moving.data_ptr(), slab.host.address, moving.numel(), self._events(slab)[1], after)
+        self._memory[host.address] = moving, memory
+        self._in.copy(moving.data_ptr(), memory.data_ptr(), moving.numel(), copied, after)
+        host.emptied(copied.has_happened)
 
     @override
     def wait_in(self, slab: Movable) -> None:
@@ -413,7 +422,7 @@ class CudaTransfers(Transfers):
         # for it at once; `record_stream` would keep the block from everybody until the allocator sees the copy end,
         # and reserve new memory meanwhile.
         self._wait_for(self._out, self._events(slab)[0])
-        self._memory[slab.host.address] = (slab.host.tensor,)
+        self._memory[slab.host.address] = self._memory.get(slab.host.address, ())[-1:]
 
     def _wait_for(self, lane: Lane, copied: Event) -> None:
         self._is_ordered = False

@@ -6,7 +6,7 @@ next one; the optimizer step is an interval of its own. All sizes are in bytes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import accumulate
 
 from bridge_fgo.config import readable
@@ -40,13 +40,14 @@ def plan_holding(
     return HoldPlan(tuple(leave), tuple(least_until[:0:-1]), step, profile)
 
 
-def choose_staying(part_bytes: Sequence[int], room: int) -> set[int]:
+def choose_staying(part_bytes: Sequence[int], room: int, in_files: Container[int] = ()) -> set[int]:
     """Return the positions of parts that fit into `room` bytes together and need never leave, from the last on.
 
-    So if parts are updated in order, the updates of these hide the last copies out.
+    So if parts are updated in order, the updates of these hide the last copies out. Those at `in_files` are
+    chosen first: a disk takes the longest.
     """
     staying = set()
-    for position in range(len(part_bytes) - 1, -1, -1):
+    for position in sorted(reversed(range(len(part_bytes))), key=lambda position: position not in in_files):
         if part_bytes[position] <= room:
             room -= part_bytes[position]
             staying.add(position)
@@ -245,4 +246,5 @@ class HoldPolicy:
                     profile.intervals = [nbytes + more for nbytes in profile.intervals]
                     profile.step += more
                 room -= more
-        return choose_staying([part.nbytes for part in parts], room)
+        in_files = {position for position, part in enumerate(parts) if part.in_file}
+        return choose_staying([part.nbytes for part in parts], room, in_files)

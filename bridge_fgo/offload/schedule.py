@@ -28,6 +28,9 @@ that were measured in an earlier step, one in which everything was released thro
     `Schedule.end_step` peaks that were measured give a plan for the steps that follow; otherwise the peak of the step
     is compared with what its plan keeps under.
 
+Slabs in a file (`memory.slab_file`) move alike, but no pass waits for the disk, unless memory is needed at once: a copy
+out begins when a buffer is free (`SlabQueue.send`), a copy in when its bytes were read ahead (`SlabQueue.read_ahead`).
+
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
 measured from that point on. If every state stays on the GPU, only forwards are reported, with the sizes of the layers'
 inputs. If one is larger than measured, everything is released until the pass ends, and the next passes report all of
@@ -130,13 +133,14 @@ class Schedule:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
         for slab in self.queue.to_come:  # what is back was kept by an earlier call of this pass
             # A reader since the pass began (MXFP8's copy of the masters) has had it brought back.
-            if slab.state is SlabState.RESIDENT and slab.exists():
-                slab.offload()
-                self.queue.mark_leaving(slab)
+            is_coming = slab.state is SlabState.RELOADING and slab.host.in_file  # the pass before was broken off
+            if (slab.state is SlabState.RESIDENT or is_coming) and slab.exists():
+                self.queue.send(slab)
         if self._plan is None:
             self._send_all()
         else:
             self._hold_to(self._plan)
+        self.queue.read_ahead()
         self.recorder.release()  # only now: what a skipped step or a reader between steps left here is not the pass's
         if self._plan is None and self._is_like_others and self._warm:  # else states are made in the step
             self.recorder.record(MemoryProfile([0], kind=self.kind))
@@ -147,6 +151,9 @@ class Schedule:
         if recorder.in_step:
             return  # what comes for the update stays, whatever passes late
         recorder.point(mark)
+        if self.queue.unsent:
+            with self.transfers.on_compute_stream():
+                self.queue.send_unsent(updated_only=False)
         before = self._matcher.point(mark)
         if before is None and self.checks_inputs_only:
             return
@@ -257,6 +264,7 @@ class Schedule:
         for run in self._runs(parts, in_order):
             for group in _groups(run, group_bytes):
                 slabs = [slab for part in group for slab in part.slabs]
+                queue.send_unsent(updated_only=True)
                 if room_to_make:
                     queue.release_down_to(limit)
                 queue.bring_for(slabs, limit)
@@ -276,6 +284,10 @@ class Schedule:
                 if is_deferred:
                     for slab in slabs:
                         slab.codec.just_rounded = False  # somebody may write masters or weights until then
+                    # The disk, which takes the longest, goes on at once.
+                    in_file = [slab for part in group if part.in_file and not part.stays for slab in part.slabs]
+                    if in_file:
+                        self._send_off(in_file, keep_masters)
                 elif not group[0].stays:
                     self._to_overlap -= sum(slab.nbytes for slab in slabs)
                     self._send_off(slabs, keep_masters)
@@ -330,11 +342,11 @@ class Schedule:
         with self.transfers.back_to_back():
             for slab in slabs:
                 if slab.exists():
-                    slab.offload(slab.start_encoded if slab in encoded else None)
                     if keep_masters and slab.written_back:
+                        slab.offload(slab.start_encoded if slab in encoded else None)
                         self.queue.cancel_leaving(slab)  # from the offload that the update gave up
                     else:
-                        self.queue.mark_leaving(slab)
+                        self.queue.send(slab, slab.start_encoded if slab in encoded else None)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""

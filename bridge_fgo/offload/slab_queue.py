@@ -3,11 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 
 import torch
 
 from bridge_fgo.memory.meters import Ledger
 from bridge_fgo.memory.slab import Slab, SlabState, decode_together
+from bridge_fgo.memory.slab_file import MOST_AHEAD
 from bridge_fgo.memory.transfers import Transfers
 
 LOOKAHEAD = 2  # groups of parts that are brought back before the one in hand, if room has to be made for them first
@@ -28,6 +30,8 @@ class SlabQueue:
         self._position = {slab: i for i, slab in enumerate(slabs)}
         # slabs that may be released, in the order in which their copies out began
         self.leaving = OrderedDict.fromkeys(slab for slab in slabs if slab.state is SlabState.OFFLOADING)
+        self.unsent = OrderedDict[Slab, None]()  # slabs that are to leave once the disk takes their copies out
+        self._in_file = [slab for slab in slabs if slab.host.in_file]
         self.is_short = False  # whether there was no memory for a copy in this pass: nothing more is prefetched
 
     @property
@@ -42,6 +46,7 @@ class SlabQueue:
 
     def mark_here(self, slab: Slab) -> None:
         """Note that a slab is on the GPU, and so are those before it."""
+        self.unsent.pop(slab, None)
         self._next = max(self._next, self._position.get(slab, -1) + 1)
 
     # Out.
@@ -51,12 +56,41 @@ class SlabQueue:
         self.leaving[slab] = None
         self.leaving.move_to_end(slab)
 
+    def send(self, slab: Slab, start: Callable[[], None] | None = None) -> None:
+        """Start the copy out of a slab that may then be released; if the disk is behind, later (`send_unsent`)."""
+        # The first time it takes states in, which hold memory that is not counted until then.
+        if start is None and slab.gpu_bytes and not slab.host.has_room:
+            self.unsent[slab] = None
+            slab.codec.just_rounded = False  # somebody may write masters or weights until then
+        else:
+            slab.offload(start)
+            self.mark_leaving(slab)
+
+    def send_unsent(self, updated_only: bool) -> None:
+        """Start the copies out that had to wait for the disk, as far as it takes more."""
+        for slab in [s for s in self.unsent if not updated_only or self._position.get(s, -1) < self._next]:
+            if not slab.host.has_room:
+                return
+            self._send_unsent(slab)
+
+    def _send_unsent(self, slab: Slab) -> None:
+        del self.unsent[slab]
+        if slab.state in (SlabState.RESIDENT, SlabState.RELOADING) and slab.exists():
+            slab.offload()
+            self.mark_leaving(slab)
+
     def cancel_leaving(self, slab: Slab) -> None:
         """Do not release a slab in this pass, though a copy out of it may have begun."""
         self.leaving.pop(slab, None)
 
     def release_down_to(self, limit: int) -> None:
-        """Release slabs whose copies out have begun, until all slabs hold `limit` bytes at most, or none is left."""
+        """Release slabs that may be, until all slabs hold `limit` bytes at most, or none is left."""
+        self._release_sent(limit)
+        while self.unsent and self._ledger.nbytes > limit:  # the training thread waits for the disk
+            self._send_unsent(next(iter(self.unsent)))
+            self._release_sent(limit)
+
+    def _release_sent(self, limit: int) -> None:
         going: list[Slab] = []
         held = self._ledger.nbytes
         while held > limit and self.leaving:
@@ -71,6 +105,7 @@ class SlabQueue:
         """Do as `release_down_to`, with those first whose copies out began last: they are needed last."""
         while self._ledger.nbytes > limit and self.leaving:
             self.leaving.popitem()[0].release()
+        self.release_down_to(limit)
 
     def send_back(self, limit: int) -> None:
         """Start the copies out of slabs that were copied back, the last first, until `limit` bytes stay at most."""
@@ -93,7 +128,14 @@ class SlabQueue:
 
     def bring_ahead(self, limit: int) -> None:
         """Prefetch slabs for the optimizer step, as long as all slabs hold `limit` bytes at most."""
+        self.read_ahead()
         self.ahead_of_time(partial(self._bring_up_to, limit))
+
+    def read_ahead(self) -> None:
+        """Have the disk read what is needed next, as far as its buffers reach."""
+        away = (s for s in self._in_file if self._position[s] >= self._next and s.state is SlabState.RELEASED)
+        for slab in islice(away, MOST_AHEAD):
+            slab.host.read_ahead()
 
     def bring_for(self, slabs: list[Slab], limit: int) -> None:
         """Prefetch slabs from those of a group on, and make room for the nearest only.
@@ -119,10 +161,13 @@ class SlabQueue:
                     held = slab.gpu_bytes if state is SlabState.OFFLOADING else 0
                     if self._ledger.nbytes + slab.stepping_bytes - held > limit:
                         return
+                    if state is SlabState.RELEASED and not slab.host.is_ready:
+                        return  # the pass would wait for the disk
                     slab.reload()  # of a slab that was not released: it stays
                     if slab.staging is None and slab.codec.encodes:
                         with self._transfers.on_compute_stream():  # whose memory it is
                             slab.reserve()
+                self.unsent.pop(slab, None)
                 self._next += 1
 
     def ahead_of_time(self, bring: Callable[[], None]) -> None:
@@ -149,6 +194,7 @@ class SlabQueue:
         `limit` bytes, as far as it takes no more than releasing what is being copied out.
         """
         self.release_down_to(limit - slab.transit_bytes)
+        self.read_ahead()
         try:
             slab.reload()
         except torch.OutOfMemoryError:

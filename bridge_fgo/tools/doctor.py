@@ -28,6 +28,7 @@ from bridge_fgo.memory.host_memory import (
     pools,
     total_bytes,
 )
+from bridge_fgo.memory.slab_file import BLOCK_BYTES, direct_file
 from bridge_fgo.tools.job.answers import ask_builder, kept_installation, missing_packages
 from bridge_fgo.tools.job.job import Job, read_job
 from bridge_fgo.tools.link import probe
@@ -238,7 +239,8 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
         try:
             # Memory is pinned for all that may leave, before training measures what a budget leaves.
             offload = replace(job.offload, gpu_memory_budget_gib=None)
-            if offload.host_memory_gib == "auto" and machine.gpus:
+            is_auto = offload.host_memory_gib is None and offload.nvme_folder is not None
+            if (is_auto or offload.host_memory_gib == "auto") and machine.gpus:
                 offload = replace(offload, host_memory_gib=AUTO_SHARE * available_bytes() / 2**30)
             ranks = settings.gpus_per_node or len(machine.gpus) or 1
             estimate = make_estimate(job, offload, ranks_of_node=min(ranks, job.parallel.gpus))
@@ -246,7 +248,20 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
             findings.notes.append(f"bytes are not known: {error}")
         else:
             pinned = _examine_memory(findings, findings.config, settings.gpus_per_node, machine, estimate)
+            if offload.nvme_folder is not None:
+                _examine_folder(findings, offload.nvme_folder, min(ranks, job.parallel.gpus), machine, estimate)
     findings.warnings += warnings(machine, pinned)
+
+
+def _examine_folder(findings: Findings, folder: str, ranks: int, machine: Machine, estimate: Estimate) -> None:
+    """Note what a node has in files, and whether there is room for it here, if this is a node of the job."""
+    findings.notes += [note for note in estimate.notes if note.startswith("nvme_folder")]
+    if machine.gpus:
+        in_file = max(of_rank.in_file for of_stage in estimate.states for of_rank in of_stage)
+        try:  # what is allocated, and freed at once, is there for training too
+            os.close(direct_file(folder, max(in_file * ranks, BLOCK_BYTES)))
+        except ValueError as error:
+            findings.refuse([str(error)], estimate.job.flag)
 
 
 def _examine_memory(

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from both import poison
 
-from bridge_fgo.memory.storage_slab import StorageSlab
 from harness.arms.final_state import final_state, joined_digests
 from harness.arms.rl.loop import Iteration, Loop
 from harness.arms.rl.options import RlOptions
@@ -36,15 +36,8 @@ def train(steps: int, **changes: Any) -> tuple[list[Iteration], dict[str, str]]:
 @pytest.fixture(scope="module")
 def sleeping() -> tuple[list[Iteration], dict[str, str]]:
     """A run whose memory is overwritten before it goes."""
-    empty = StorageSlab.empty
-
-    def poisoned(slab: StorageSlab) -> int:
-        if not slab.is_away:
-            slab._bytes.fill_(0xFF)
-        return empty(slab)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StorageSlab, "empty", poisoned)
+        poison(patch)
         return train(3)
 
 

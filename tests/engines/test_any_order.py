@@ -3,6 +3,7 @@
 import copy
 import warnings
 from functools import partial
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from late_disk import has_direct_files
 
 from bridge_fgo.memory.slab import SlabState
 from bridge_fgo.states.distributed import bundles, home_device, live_bytes
@@ -48,6 +50,7 @@ class AnyOrder(RuleBasedStateMachine):
         optimizers=st.integers(1, 2),
         quantized=st.booleans(),
         settings=SETTINGS,
+        in_file=st.booleans(),
         steps=st.integers(0, 4),
     )
     def start(self, layer, step, budget, small_parts, measures, lends, calls, remainders, settings, steps, **how):
@@ -66,6 +69,12 @@ class AnyOrder(RuleBasedStateMachine):
             settings = {}
         if "master_weights" in settings:
             remainders = False
+        self.folder = TemporaryDirectory()
+        self.patch.setattr("bridge_fgo.memory.slab_file.BUFFERS", 3)
+        self.patch.setattr("bridge_fgo.memory.slab_file.MOST_AHEAD", 1)
+        self.patch.setattr("bridge_fgo.memory.slab_file.REQUEST_BYTES", 4096)
+        in_file = how.pop("in_file") and small_parts
+        how["in_file"] = self.folder.name if in_file and has_direct_files(self.folder.name) else None
         self.training = Training(
             layer, step, budget=budget, master_remainders=remainders, fp32_views=1, **settings, **how
         )
@@ -304,6 +313,7 @@ class AnyOrder(RuleBasedStateMachine):
         finally:
             self.warnings.__exit__(None, None, None)
             self.patch.undo()
+            self.folder.cleanup()
 
     def close(self):
         self.engine.close()

@@ -1,7 +1,11 @@
-"""Records of several ranks: whenever they all die, there is a step that each of them has whole, and it is a new one."""
+"""Records of several ranks: whenever they all die, there is a step that each of them has whole, and it is a new one.
+
+With buddies there is one too if the memory of one of them is lost as well.
+"""
 
 import itertools
 import os
+import pickle
 import random
 import threading
 from contextlib import nullcontext
@@ -11,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bridge_fgo.engines import kept_steps
+from bridge_fgo.engines import buddies, kept_steps
+from bridge_fgo.engines.buddies import Buddy
 from bridge_fgo.engines.kept_steps import PAGE, KeptSteps
 from bridge_fgo.memory.slab import Slab
 
@@ -23,8 +28,8 @@ BUILT = 250
 class Files:
     """What a keeper holds of a rank."""
 
-    def __init__(self):
-        self.by_name = {}
+    def __init__(self, rank):
+        self.rank, self.by_name = rank, {}
 
     def file(self, name, nbytes=None):
         was_there = name in self.by_name
@@ -35,14 +40,18 @@ class Files:
         return os.dup(file) if nbytes and nbytes > PAGE else file, was_there  # whose mapping closes it
 
     def whole(self):
-        """Return the steps that a start finds, each with what the buffers that it names have."""
-        found = KeptSteps([FakeSlab() for _ in range(SLABS)], None, self, "job").found
-        data = os.pread(self.by_name["states"], 2 * SLABS * PAGE, 0) if found else b""
-        tables = {step: payload.table for step, (_, payload) in found.items()}
-        return {
-            step: [set(data[place : place + PAGE]) for place in (PAGE * (n + SLABS * c) for n, c in enumerate(table))]
-            for step, table in tables.items()
-        }
+        """Return the steps that a start finds, each with what its buffers have: own ones, and those of the ward."""
+        kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, self, f"job of {self.rank}")
+        places = [("states", 0), ("states", SLABS), None, ("held", 0), ("held", SLABS)]
+
+        def of(name, number):
+            return set(os.pread(self.by_name[name], PAGE, PAGE * number))
+
+        def own(table):
+            return [of(places[copy][0], places[copy][1] + number) for number, copy in enumerate(table)]
+
+        found = {step: own(payload.table) for step, (_, payload) in kept.found.items()}
+        return found, {s: [of(f"buddy{slot}", n) for n in range(SLABS)] for s, (slot, _) in kept.of_ward.items()}
 
 
 class FakeSlab:
@@ -133,10 +142,47 @@ class Votes:
 
     def all_reduce(self, ballot, _):
         first = len(self.cast) // RANKS * RANKS
-        self.cast.append(ballot.item())
+        self.cast.append(ballot.tolist())
         while len(self.cast) < first + RANKS:
             self.moment()
-        ballot.fill_(min(self.cast[first : first + RANKS]))
+        ballot.copy_(torch.tensor(self.cast[first : first + RANKS]).amin(dim=0))
+
+
+class Rounds(Buddy):
+    """One of two ranks that are buddies, whose rounds a thread of `Turns` does: half a part at a time."""
+
+    def __init__(self, rank, every, whole, moment, mail):
+        self.rank, self.buddy, self.ward, self.every = rank, 1 - rank, 1 - rank, every
+        self.begun, self.whole, self.sizes_of_ward = whole, whole, [PAGE] * SLABS
+        self.moment, self.mail, self.act = moment, mail, None
+
+    def begin(self, step, act):
+        assert self.act is None, "a round begins as one is under way"
+        self.begun, self.act = step, act
+
+    def work(self, training):
+        while training or self.act is not None:
+            if self.act is not None:
+                self.act()
+                self.whole, self.act = self.begun, None
+            self.moment()
+
+    def swap(self, to, parts, source, places):
+        if parts:
+            self.mail[to] = parts
+        first = torch.empty(0)
+        if source is not None:
+            while self.rank not in self.mail:
+                self.moment()
+            first, *rest = self.mail[self.rank]
+            for place, part in zip(places, rest, strict=True):
+                for half in (slice(0, PAGE // 2), slice(PAGE // 2, PAGE)):
+                    place[half] = part[half]
+                    self.moment()
+            del self.mail[self.rank]
+        while to in self.mail:
+            self.moment()
+        return first.numpy().tobytes()
 
 
 def train(kept, slabs, copies, turns, generator, step, updates, touches):
@@ -169,17 +215,19 @@ def train(kept, slabs, copies, turns, generator, step, updates, touches):
             turns.moment()
 
 
-def start(files, turns, common, updates):
+def start(files, turns, common, updates, rounds=None, held=None, lacking=()):
     """Return what a rank trains with after a start from a step."""
     slabs = [FakeSlab() for _ in range(SLABS)]
     copies = LateCopies(turns.moment)
-    kept = KeptSteps(slabs, copies, files, "job")
-    kept.take_buffers(common)
+    kept = KeptSteps(slabs, copies, files, f"job of {files.rank}", rounds)
+    if lacking:
+        kept.restore(rounds, common, lacking)
+    kept.take_buffers(common, held)
     for slab in slabs:
         copies.copy_out(slab)  # the optimizer is built
     copies.finish_out()
     if common is not None:
-        assert kept.small_state() == ({"step": common}, b"")
+        assert pickle.loads(kept.found[common][1].small) == {"step": common}
         kept.adopt()
     for slab in slabs:
         slab.gpu = slab.sent = updates[common or 0]
@@ -193,12 +241,12 @@ def start(files, turns, common, updates):
 def test_ranks_that_die_at_any_moment_have_one_step_whole_in_common(seed, touches, monkeypatch):
     generator = random.Random(seed)
     updates = list(itertools.accumulate(generator.random() < 0.9 for _ in range(200)))
-    files, newest, seen, members = [Files() for _ in range(RANKS)], None, 0, []
+    files, newest, seen, members = [Files(rank) for rank in range(RANKS)], None, 0, []
     pwrite = os.pwrite
 
     def look():
         nonlocal newest, seen
-        found = [each.whole() for each in files]
+        found = [each.whole()[0] for each in files]
         common = max(set.intersection(*map(set, found)), default=None)
         if common is not None:
             assert [each[common] for each in found] == [[{updates[common]}] * SLABS] * RANKS, "states are not whole"
@@ -227,3 +275,110 @@ def test_ranks_that_die_at_any_moment_have_one_step_whole_in_common(seed, touche
         acts = [partial(train, *m, turns, r, begin, updates, touches) for m, r in zip(members, own, strict=True)]
         turns.run(acts)
     assert newest > STARTS
+
+
+@pytest.mark.parametrize(("every", "touches"), [(1, 0.0), (4, 0.0), (4, 0.2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_common(seed, every, touches, monkeypatch):
+    """States after a start are others than before, as those of GPUs may be: nobody may take what is left of before."""
+    generator = random.Random(seed)
+    updates = list(itertools.accumulate(generator.random() < 0.9 for _ in range(200)))
+    files, newest, seen, most, turns = [Files(rank) for rank in range(RANKS)], [None, None], 0, 0, None
+
+    def common(lost):
+        """Return the newest step of those that are left as the node of a rank is lost."""
+        own, of_ward = files[1 - lost].whole()
+        for step, states in (*own.items(), *of_ward.items()):
+            assert states == [{updates[step]}] * SLABS, "states are not whole"
+        return max(own.keys() & of_ward.keys(), default=None)
+
+    def look():
+        nonlocal newest, seen
+        found, before, seen = [common(0), common(1)], newest, seen + 1
+        for step, older in zip(found, before, strict=True):
+            assert older is None or (step is not None and step >= older), "a step was lost"
+        newest = found
+        return seen > most
+
+    def write(file, data, offset):
+        for half in (slice(0, len(data) // 2), slice(len(data) // 2, len(data))):
+            pwrite(file, data[half], offset + (half.start or 0))
+            turns.moment()
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(kept_steps, "collectives", nullcontext())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(kept_steps.os, "pwrite", write)
+    goes_on = []
+
+    def attempt(loses):
+        nonlocal seen, most, turns, updates, newest
+        seen, most = 0, generator.randint(300, 900)
+        turns = Turns(generator, look)
+        monkeypatch.setattr(torch.distributed, "all_reduce", Votes(turns.moment).all_reduce)
+        own = [set(each.whole()[0]) for each in files]
+        step, held, lacking = max(own[0] & own[1], default=None), None, []
+        if loses:
+            lost = generator.randrange(RANKS)
+            step, lacking, files[lost] = newest[lost], [lost], Files(lost)
+            goes_on.append(step)
+        else:
+            held = max(set.intersection(*own, *(set(each.whole()[1]) for each in files)), default=None)
+        mail, members, training = {}, [None] * RANKS, {0, 1}
+        rounds = [Rounds(rank, every, -1 if held is None else held, turns.moment, mail) for rank in range(RANKS)]
+
+        def begin(rank):
+            stays = step if held is None else held
+            members[rank] = start(files[rank], turns, step, updates, rounds[rank], stays, lacking)
+
+        def act(rank, own):
+            train(*members[rank], turns, own, step or 0, updates, touches)
+            members[rank][0].end_rounds()
+            training.discard(rank)
+
+        threads = [threading.Thread(target=begin, args=(rank,)) for rank in range(RANKS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        updates = [each + (n > (step or 0)) for n, each in enumerate(updates)]
+        newest = [common(0), common(1)]
+        assert newest == [held, held] if held is not None else not lacking or newest[lost] == step
+        acts = [partial(act, rank, random.Random(generator.random())) for rank in range(RANKS)]
+        turns.run([*acts, *(partial(each.work, training) for each in rounds)])
+
+    for number in range(STARTS):
+        attempt(loses=number % 2)
+    assert goes_on == sorted(goes_on) and goes_on[-1] > STARTS, goes_on
+
+
+def test_no_step_waits_for_a_round_that_does_not_end_and_its_states_stay_whole(monkeypatch):
+    updates = list(range(50))
+    files, training, mail = [Files(rank) for rank in range(RANKS)], {0, 1}, {}
+    turns = Turns(random.Random(0), lambda: False)
+    monkeypatch.setattr(kept_steps, "collectives", nullcontext())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "all_reduce", Votes(turns.moment).all_reduce)
+    rounds = [Rounds(rank, 4, -1, turns.moment, mail) for rank in range(RANKS)]
+    members = [start(files[rank], turns, None, updates, rounds[rank]) for rank in range(RANKS)]
+
+    def act(rank):
+        train(*members[rank], turns, random.Random(rank), 0, updates, 0.0)
+        training.discard(rank)
+
+    def work(each):
+        while training:
+            turns.moment()
+        each.work(training)
+
+    turns.run([*(partial(act, rank) for rank in range(RANKS)), *(partial(work, each) for each in rounds)])
+    for own, of_ward in (each.whole() for each in files):
+        assert of_ward == {3: [{3}] * SLABS} and own[3] == of_ward[3] and max(own) > 45
+
+
+def test_a_buddy_has_the_place_of_its_rank_on_the_next_node_and_other_nodes_are_refused():
+    assert buddies.buddies(["a", "a", "b", "b", "c", "c"], 5) == [2, 3, 4, 5, 0, 1]
+    assert buddies.buddies(["a", "b", "a", "b"], 5) == [1, 0, 3, 2]
+    for nodes in (["a", "a"], ["a", "a", "b"]):
+        with pytest.raises(ValueError, match=r"copies_to_buddy_every=5: it needs two nodes .* set it to None"):
+            buddies.buddies(nodes, 5)

@@ -65,8 +65,10 @@ def mocked(monkeypatch):
 
 
 def slab_at(host, gpu, nbytes):
+    memory = mock.Mock(**{"data_ptr.return_value": host})
     return mock.Mock(
-        host=mock.Mock(address=host), moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes})
+        host=mock.Mock(address=host, to_fill=lambda: memory, to_empty=lambda: memory),
+        moving=mock.Mock(**{"data_ptr.return_value": gpu, "numel.return_value": nbytes}),
     )
 
 

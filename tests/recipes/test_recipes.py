@@ -97,12 +97,12 @@ def test_a_recipe_is_upstreams_config_and_with_offload_the_flag_and_nothing_else
 def test_an_override_comes_last_and_is_refused_if_it_conflicts():
     tiny = config.build(catalog.find("tiny"), offload=True)
     assert tiny.config.train.train_iters == 10
-    refuse_config(tiny.config)
+    refuse_config(tiny.config, OffloadConfig())
     overrides = ["train.train_iters=7", "optimizer.optimizer_cuda_graph=true"]
     ours = config.build(catalog.find("llama3_70b_64gpu"), offload=True, hf="kept", overrides=overrides)
     assert ours.config.train.train_iters == 7
     with pytest.raises(ValueError, match=r"optimizer\.optimizer_cuda_graph=True"):
-        refuse_config(ours.config)
+        refuse_config(ours.config, OffloadConfig())
 
 
 def test_a_recipe_is_found_by_the_name_that_bridge_0_7_gives_it(monkeypatch):

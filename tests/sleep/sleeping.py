@@ -14,7 +14,6 @@ from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
-from bridge_fgo.memory.storage_slab import StorageSlab
 from bridge_fgo.sleep import collective_moves, local_moves, trainer_memory, weight_sets
 from bridge_fgo.sleep.moved import Tally
 from bridge_fgo.states.distributed import live_bytes
@@ -321,18 +320,6 @@ def gone(res):
     return found
 
 
-def poison(patch):
-    """Have storages be overwritten before they go. patch: a monkeypatch."""
-    empty = StorageSlab.empty
-
-    def poisoned(slab):
-        if not slab.is_away:
-            slab._bytes.fill_(0xFF)
-        return empty(slab)
-
-    patch.setattr(StorageSlab, "empty", poisoned)
-
-
 @pytest.fixture
 def disk(tmp_path, monkeypatch):
     """A folder that is taken for one on a disk: pytest's may be on a tmpfs."""
@@ -343,7 +330,7 @@ def disk(tmp_path, monkeypatch):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Storages are overwritten before they go."""
-    poison(monkeypatch)
+    both.poison(monkeypatch)
 
 
 def residency(training, **how):

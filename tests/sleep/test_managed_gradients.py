@@ -6,9 +6,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from both import CONFIGURED, PACKED, SMALL, WHOLE, both, exact, session_of, steps, training
+from both import CONFIGURED, PACKED, SMALL, WHOLE, both, exact, poison, session_of, steps, training
 from lanes import in_lanes
-from sleeping import KINDS, buffers, fail, lock_fails_once, poison
+from sleeping import KINDS, buffers, fail, lock_fails_once
 
 import bridge_fgo
 from bridge_fgo.engines.gradients import gradients_of

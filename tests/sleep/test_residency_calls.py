@@ -317,7 +317,6 @@ REFUSED = {
     "model.expert_gtp_weight_remat_size=2": lambda t: (
         t.model[0].module.module.decoder.layers[0], "config", SimpleNamespace(expert_gtp_weight_remat_size=2),
     ),
-    "optimizer.optimizer_cuda_graph=False": lambda t: (leaf_of(t).config, "optimizer_cuda_graph", True),
     "ddp.use_megatron_fsdp=False": lambda t: (leaf_of(t).ddp_config, "use_megatron_fsdp", True),
     **{
         f"over a {name}: it manages parameters itself; set ddp.use_megatron_fsdp=False": lambda t, name=name: (
@@ -325,11 +324,7 @@ REFUSED = {
         )
         for name in ("TorchFullyShardedDataParallel", "FullyShardedDataParallelV1", "MegatronFSDP")
     },
-    "optimizer.optimizer_cpu_offload=False": lambda t: (
-        leaf_of(t), "optimizer", type("HybridDeviceOptimizer", (), {})(),
-    ),
     "set optimizer.optimizer='adam'": lambda t: (leaf_of(t), "optimizer", torch.optim.SGD([torch.zeros(1)])),
-    "exp_avg_dtype=torch.uint8": lambda t: (leaf_of(t).optimizer, "name_to_dtype_map", {"exp_avg": torch.uint8}),
     r"no engine is attached.*unset the flag and use `res\.training_step\(\)`": lambda t: (
         leaf_of(t).config, "offload_optimizer_states", True,
     ),

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from both import PACKED
+from both import PACKED, poison
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lanes import in_lanes
@@ -24,7 +24,6 @@ from sleeping import (
     frozen_in_a_layer,
     gone,
     note,
-    poison,
     sleeping,
     tally_of_a_gpu,
     trained,

@@ -14,6 +14,7 @@ from sleeping import KINDS, WHOLE, options, residency
 
 import bridge_fgo
 from bridge_fgo.bridge import activation_offload
+from bridge_fgo.bridge.residency_settings import OF_TRAIN_STEP
 from bridge_fgo.bridge.session import Session, active_session, attach
 from bridge_fgo.engines.lease import lease_of
 from bridge_fgo.memory.meters import ACTIVE, ALLOCATED, PeakMeter
@@ -264,10 +265,11 @@ OTHER = {
     "moments": False, "master_weights": False, "master_remainders": True, "fraction": 0.5, "slab_bytes": 2**21,
     "piece_bytes": 2**20, "pin_memory": False, "gpu_memory_budget_gib": 1.0, "gradients": "lazy", "measure": True,
     "activation_waits": True, "engine": "mcore", "host_memory_gib": 1.0, "survive_crash": True,
+    "nvme_folder": "disk",
 }  # fmt: skip
-"""A value of each setting that is not its default."""
+"""A value of each setting that is not its default, but of `copies_to_buddy_every`, which needs `survive_crash`."""
 HONOURED = {  # once the package is installed
-    "an engine of its own": OTHER.keys() - {"gradients", "measure", "engine", "host_memory_gib", "survive_crash"},
+    "an engine of its own": OTHER.keys() - {"measure", "engine", *OF_TRAIN_STEP},
     "no optimizer": {"pin_memory", "activation_waits"},
     "the flag's engine": {"activation_waits"},
 }
@@ -276,7 +278,7 @@ HONOURED = {  # once the package is installed
 @pytest.mark.parametrize("case", HONOURED)
 def test_a_setting_is_honoured_or_refused_by_name_with_its_value(sleeper, monkeypatch, case):
     config = bridge_fgo.OffloadConfig
-    assert {field.name for field in fields(config)} == OTHER.keys()
+    assert {field.name for field in fields(config)} == OTHER.keys() | {"copies_to_buddy_every"}
     monkeypatch.setattr(PeakMeter, "works", True)
     has_flag = case == "the flag's engine"
     with bridge_fgo.install(WHOLE):
@@ -297,7 +299,7 @@ def test_settings_given_to_install_count_without_a_config_or_are_refused_by_name
     given = bridge_fgo.OffloadConfig(**{name: OTHER[name]})
     with bridge_fgo.install(given):
         bridge_fgo.Residency(model).close()
-        if name in ("gradients", "engine", "host_memory_gib", "survive_crash"):
+        if name in ("engine", *OF_TRAIN_STEP):
             with pytest.raises(ValueError, match=rf"{name}={OTHER[name]!r}\W.*; leave it out"):
                 bridge_fgo.Residency(model, optimizer)
         else:

@@ -89,9 +89,7 @@ def test_persistent_buffers_go_with_the_weights():
     res.close()
 
 
-def test_a_swap_within_a_step_and_training_and_other_verbs_in_its_block_are_refused_by_name(
-    sleeper,
-):
+def test_a_swap_within_a_step_and_training_and_other_verbs_in_its_block_are_refused_by_name(sleeper):
     me = sleeper()
     me.res.keep("ref")
     sum(param.float().sum() for param in me.ddp.parameters()).backward()

@@ -12,10 +12,10 @@ import fused_adam
 import pytest
 import rank_child
 import torch
-from both import exact
+from both import exact, poison
 from cpu_model import layer_spec
 from saving import assert_same_shards
-from sleeping import KINDS, gone, poison
+from sleeping import KINDS, gone
 
 import bridge_fgo
 from bridge_fgo.recipes.tiny import ON_THE_CPU

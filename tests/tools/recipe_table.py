@@ -10,12 +10,14 @@ from typing import Any
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.job import answers, table, target
+from bridge_fgo.tools.job import answers, kept_files, table, target
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Verdict, verdicts
 
+WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
+"""How a cell tells a verdict of `Outcome`; any other one is unknown."""
 LONGEST = 100
 """Characters of a reason; what follows may be in another order each time (a set of mcore's)."""
 NEEDS = "needs config.json of {}, from Hugging Face: plan it with hf_config=DIR"
@@ -61,7 +63,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 def cell_of(verdict: Verdict) -> str:
     """Return a verdict in a word, with a question mark where it is a close call."""
-    word = table.WORDS.get(verdict.outcome, "")
+    word = WORDS.get(verdict.outcome, "")
     return f"{word}{table.UNKNOWN}" if verdict.close or not word else word
 
 
@@ -85,7 +87,7 @@ def main() -> None:
     for name, of in names().items():
         rows[name] = {"as": of} if of != name else row_of(name)
         print(name, rows[name], flush=True)
-    table.keep({"versions": answers.installed_versions(), "systems": list(SYSTEMS), "rows": rows})
+    kept_files.write(table.FILE, {"versions": answers.installed_versions(), "systems": list(SYSTEMS), "rows": rows})
 
 
 if __name__ == "__main__":

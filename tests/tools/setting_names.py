@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from bridge_fgo.bridge.compat import TRANSFORMER
-from bridge_fgo.tools.job import answers, names
+from bridge_fgo.tools.job import answers, kept_files, names
 from bridge_fgo.tools.standins import te_shapes
 
 
@@ -61,4 +61,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--print"]:
         print(json.dumps(found))
     else:
-        names.keep(found, answers.installed_versions())
+        kept_files.write(names.FILE, {"versions": answers.installed_versions(), "names": found})

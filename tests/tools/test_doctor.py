@@ -1,7 +1,6 @@
 """`bridge-fgo doctor` and `plan`: what they count, say and refuse of a job that the builder tells of."""
 
 import copy
-import gzip
 import itertools
 import json
 import re
@@ -12,12 +11,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from cli import cells, invoke, run, told
+from late_disk import require_direct_files
 
 from bridge_fgo.bridge import compat
+from bridge_fgo.memory import slab_file
 from bridge_fgo.memory.host_memory import Pool
 from bridge_fgo.tools import doctor
 from bridge_fgo.tools import link as link_module
-from bridge_fgo.tools.job import answers, target
+from bridge_fgo.tools.job import answers, kept_files, target
 from bridge_fgo.tools.job import builder as builder_module
 from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.job import sections_of
@@ -32,7 +33,7 @@ FSDP = dict.fromkeys(("dist__use_megatron_fsdp", "ddp__use_megatron_fsdp"), True
 FSDP |= {"ddp__data_parallel_sharding_strategy": "optim"}
 of_both = pytest.mark.parametrize("name", ["plan", "doctor"])
 ON_NODE = ("--no-probe", "--gpus", 8)
-TINY = json.loads(gzip.decompress((answers.FOLDER / "tiny.json.gz").read_bytes()))
+TINY = kept_files.read(answers.FOLDER / "tiny.json.gz")
 """The kept answer and its versions: a GPT of 4 layers with the flag set."""
 
 
@@ -137,8 +138,6 @@ GRADIENTS = {"optimizer__offload": {"gradients": True}, "ddp__overlap_grad_reduc
          "optimizer.optimizer='muon' with ddp.use_megatron_fsdp=True"),
         ("plan doctor", BUDGET, "--gpu-memory-budget-gib 70",
          "optimizer.offload.gpu_memory_budget_gib=0.001 in the run's config"),
-        ("plan doctor", {"optimizer__offload": {"fractoin": 0.5}}, "",
-         "optimizer.offload.fractoin: there is no such setting; did you mean fraction?"),
         ("plan", {}, "--link-gbs nan", "--link-gbs nan"),
         ("plan", {}, "--activations-gb -1", "--activations-gb"),
         ("plan", {}, "--forward-seconds nan", "--forward-seconds nan"),
@@ -173,14 +172,9 @@ def test_what_needs_megatron_says_what_to_install(no_megatron, monkeypatch, tmp_
         ({}, "--gpu-memory-budget-gib 70", []),
         ({}, "--gpu-memory-budget-gib 0.001", ["gpu_memory_budget_gib=0.001.*needs about 0\\."]),
         (BUDGET, "", ["gpu_memory_budget_gib=0.001"]),
-        ({"ddp__overlap_grad_reduce": False}, "--gradients lazy", ["='lazy' with ddp.overlap_grad_reduce=False"]),
-        ({"ddp__overlap_grad_reduce": True}, "--gradients lazy", []),
-        (FSDP | GRADIENTS, "", ["gradients=True with ddp.use_megatron_fsdp=True"]),
         (GRADIENTS, "--engine mcore", ["gradients=True: not honoured by engine='mcore'"]),
         ({"optimizer__optimizer_cuda_graph": True, "optimizer__optimizer_cpu_offload": True}, "",
          ["optimizer.optimizer_cpu_offload=True", "optimizer.optimizer_cuda_graph=True"]),
-        ({"optimizer__exp_avg_sq_dtype": "torch.float8_e4m3fn"}, "",
-         ["set optimizer.exp_avg_sq_dtype=torch.bfloat16"]),
     ],
 )  # fmt: skip
 def test_every_refusal_is_listed_and_the_status_is_1(config, changes, options, refused):
@@ -212,12 +206,29 @@ OFFLOADS_HALF = {
 """Of the activations, whose bytes are not counted."""
 
 
-def test_survive_crash_takes_twice_the_host_memory(config, four_gpus):
-    once, twice = (
+def test_survive_crash_takes_twice_the_host_memory_and_six_times_with_a_buddy(config, four_gpus):
+    once, twice, six_times = (
         told("doctor", config(), "--no-probe", *options)[1]["config"]["pinned_by_rank"]
-        for options in ([], ["--survive-crash"])
+        for options in ([], ["--survive-crash"], ["--survive-crash", "--copies-to-buddy-every", "9"])
     )
-    assert twice == 2 * once > 0
+    assert six_times == 3 * twice == 6 * once > 0
+
+
+def test_what_the_host_has_no_room_for_is_in_files_whose_folder_is_examined(config, four_gpus, tmp_path, monkeypatch):
+    require_direct_files(tmp_path)
+    monkeypatch.setattr(slab_file, "BUFFERS", 1)
+    asked = "doctor", config(), "--no-probe"
+    whole = told(*asked)[1]["config"]["pinned_by_node"]
+
+    def in_folder(folder):
+        limit = str(0.7 * whole / 2**30)
+        _, found = told(*asked, "--host-memory-gib", limit, "--nvme-folder", str(folder))
+        return found["config"]["pinned_by_node"], " ".join(found["notes"]), " ".join(found["refusals"])
+
+    pinned, notes, refusals = in_folder(tmp_path)
+    assert 0 < pinned <= 0.7 * whole and refusals == ""
+    assert "a node, which each step reads and writes (" in notes and "s at 6 GB/s" in notes
+    assert "a tmpfs is memory of the host" in in_folder("/dev/shm")[2]
 
 
 def test_the_memory_that_is_pinned_is_of_all_that_may_leave_and_mcores_copies_are_of_whole_masters(config, four_gpus):

@@ -1,6 +1,5 @@
 """The model builder without a GPU."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ from built_jobs import FSDP, SMALL, answer, job
 
 from bridge_fgo.bridge.compat import source_of
 from bridge_fgo.config import OffloadConfig
-from bridge_fgo.tools.job import answers
+from bridge_fgo.tools.job import answers, kept_files
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.estimate import make_estimate
 from harness.bench.presets import PRESETS
@@ -142,7 +141,7 @@ def test_adapters_have_the_states_and_the_frozen_model_none(name):
 
 @pytest.mark.skipif(source_of("megatron.bridge.models.gpt.model_config") is None, reason="of Bridge 0.7")
 def test_a_model_that_a_builder_builds_is_laid_out_as_it_was_by_a_provider():
-    provided = json.loads(gzip.decompress((answers.FOLDER / "llama3_70b_64gpu.json.gz").read_bytes()))["answer"]
+    provided = kept_files.read(answers.FOLDER / "llama3_70b_64gpu.json.gz")["answer"]
     built = answers.ask_builder("llama3_70b_64gpu")
     assert "transformer" in built["config"]["model"]
     assert [built[name] for name in ("stages", "held", "refusals")] == [

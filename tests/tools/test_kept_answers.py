@@ -15,7 +15,7 @@ from cli import invoke
 
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.hf_config import kept_configs
-from bridge_fgo.tools.job import answers, names, table, target
+from bridge_fgo.tools.job import answers, kept_files, names, table, target
 from bridge_fgo.tools.job.answers import ask_builder
 from bridge_fgo.tools.job.job import read_job
 from bridge_fgo.tools.plan.systems import SYSTEMS
@@ -112,7 +112,7 @@ def test_a_name_that_may_be_of_a_config_passes_and_one_that_cannot_be_is_refused
 def test_the_kept_names_are_those_of_the_installed_bridge():
     program = str(Path(setting_names.__file__))
     done = subprocess.run([sys.executable, program, "--print"], capture_output=True, text=True, check=True)
-    kept = names.read()
+    kept = kept_files.read(names.FILE)
     assert (kept["names"], kept["versions"]) == (json.loads(done.stdout.splitlines()[-1]), answers.installed_versions())
 
 
@@ -160,7 +160,7 @@ SAMPLE = (
 
 
 def test_every_recipe_of_this_project_and_of_bridge_is_in_the_table():
-    kept = table.read()
+    kept = kept_files.read(table.FILE)
     assert kept["versions"] == answers.installed_versions() and kept["systems"] == list(SYSTEMS)
     assert {name: row.get("as", name) for name, row in kept["rows"].items()} == recipe_table.names()
     assert all(row.keys() & {"as", "why"} or len(row["cells"]) == len(SYSTEMS) for row in kept["rows"].values())
@@ -170,7 +170,7 @@ def test_every_recipe_of_this_project_and_of_bridge_is_in_the_table():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_row_is_what_plan_says_today(name, builder_is_forked):
-    assert table.read()["rows"][name] == recipe_table.row_of(name)
+    assert kept_files.read(table.FILE)["rows"][name] == recipe_table.row_of(name)
 
 
 def test_the_command_prints_the_recipes_that_have_each_word():

@@ -4,7 +4,6 @@
 installed; a test holds them against it.
 """
 
-import gzip
 import importlib.util
 import json
 import os
@@ -24,6 +23,7 @@ from bridge_fgo.bridge.compat import FLAG, settings_in, source_of
 from bridge_fgo.bridge.settings import SETTINGS, settings_of
 from bridge_fgo.config import ALWAYS, OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
+from bridge_fgo.tools.job import kept_files
 from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.job.target import is_saved_config, require_saved_config
 from bridge_fgo.tools.show import spinner
@@ -137,14 +137,14 @@ def _kept(target: str) -> dict[str, Any] | None:
     path = FOLDER / f"{target}.json.gz"
     if target not in RECIPES or not path.is_file():
         return None
-    kept = json.loads(gzip.decompress(path.read_bytes()))
+    kept = kept_files.read(path)
     return kept["answer"] | {"kept_of": kept["versions"]} if installed_versions() in ({}, kept["versions"]) else None
 
 
 def keep(name: str, answer: dict[str, Any], versions: dict[str, str]) -> None:
-    """Keep the builder's answer for a recipe; the same bytes for the same answer, wherever this runs."""
-    text = json.dumps({"versions": versions, "answer": answer}).replace(json.dumps(str(Path.cwd()))[1:-1], HERE)
-    (FOLDER / f"{name}.json.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    """Keep the builder's answer for a recipe."""
+    answer = json.loads(json.dumps(answer).replace(json.dumps(str(Path.cwd()))[1:-1], HERE))
+    kept_files.write(FOLDER / f"{name}.json.gz", {"versions": versions, "answer": answer})
 
 
 def installed_versions() -> dict[str, str]:

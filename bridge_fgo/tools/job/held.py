@@ -101,9 +101,8 @@ class Held:
     gradients: int  # likewise
     gathered: int  # by Megatron-FSDP beside them in forward and backward, at most, and of gradients not reduced yet
     in_step: int  # what of these stays in the optimizer step, and the step's gradients in the masters' dtype
-    buffers: list[
-        tuple[int, int, int]
-    ]  # of each of DDP's for parameters: bytes of an element, of all, of a rank's share
+    # Of each of DDP's buffers for parameters: bytes of an element, of all, of a rank's share.
+    buffers: list[tuple[int, int, int]]
     optimizers: list[OptimizerStates]  # the states of mcore's optimizers, each once
     ranks: list[list[int]]  # of each rank which of them it has
     # For each of DDP's gradient buckets: the number of its last tensor in the stage, where a backward begins, and its

@@ -3,12 +3,9 @@
 `python tests/tools/setting_names.py` keeps them anew; a test holds them against the installed Bridge.
 """
 
-import gzip
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -16,6 +13,7 @@ from bridge_fgo.bridge.settings import NAMES, SETTINGS
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes.catalog import RECIPES
 from bridge_fgo.recipes.overrides import unknown
+from bridge_fgo.tools.job import kept_files
 from bridge_fgo.tools.job.answers import config_at_once, installed_versions
 from bridge_fgo.tools.job.target import config_functions, is_saved_config
 
@@ -25,6 +23,7 @@ type Names = dict[str, Names | None]
 OPTIONS = ("system", "gpus", "gpus_per_node", "vocab_size", "link_gbs", "activations_gb")
 """Of `plan` and `doctor`, which are often written as overrides: so they are in other commands."""
 FILE = Path(__file__).with_name("setting_names.json.gz")
+"""Has the `names`, and the `versions` of the Megatron that they are of."""
 OF_OFFLOAD: Names = {"optimizer": {SETTINGS: dict.fromkeys(NAMES)}}
 
 
@@ -59,7 +58,7 @@ def _has(names: Names | None, parts: list[str]) -> bool:
 
 def _known(target: str) -> Names:
     """Return what may be overridden of a target's config; {} if that is not known."""
-    kept = read()
+    kept = kept_files.read(FILE)
     is_bridges = target in RECIPES or target in config_functions() or target.startswith("megatron.")
     if installed_versions() not in ({}, kept["versions"]) or not (is_bridges or is_saved_config(target)):
         return {}
@@ -69,13 +68,3 @@ def _known(target: str) -> Names:
         is_own = isinstance(values, dict) and not str(values.get("_target_", "megatron.")).startswith("megatron.")
         found[section] = None if is_own or of_class is None else of_class | dict.fromkeys(values or ())
     return found
-
-
-def read() -> dict[str, Any]:
-    """Return the `versions` of Megatron that the kept `names` are of, and those."""
-    return json.loads(gzip.decompress(FILE.read_bytes()))
-
-
-def keep(names: Names, versions: dict[str, str]) -> None:
-    """Keep names; the same bytes for the same ones, wherever this runs."""
-    FILE.write_bytes(gzip.compress(json.dumps({"versions": versions, "names": names}).encode(), mtime=0))

@@ -4,34 +4,21 @@
 `plan` says.
 """
 
-import gzip
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+from bridge_fgo.tools.job import kept_files
 
 FILE = Path(__file__).with_name("recipe_table.json.gz")
-WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
-UNKNOWN = "?"  # how a cell tells a verdict of `bridge_fgo.tools.plan.verdict.Outcome`; any other one is unknown
-
-
-def read() -> dict[str, Any]:
-    """Return the kept table: `versions` of what it is of, the names of its `systems`, and `rows` by recipe.
-
-    A row has its `gpus`, the peaks `resident` and `offloaded` of the fullest rank in bytes, whether activations are
-    `counted` in them, and `cells`, a word a system; or `why` there are none; or the name that it is `as`.
-    """
-    return json.loads(gzip.decompress(FILE.read_bytes()))
-
-
-def keep(table: dict[str, Any]) -> None:
-    """Keep a table; the same bytes for the same one, wherever this runs."""
-    FILE.write_bytes(gzip.compress(json.dumps(table).encode(), mtime=0))
+"""Has `versions` of what it is of, the names of its `systems`, and `rows` by recipe. A row has its `gpus`, the peaks
+`resident` and `offloaded` of the fullest rank in bytes, whether activations are `counted` in them, and `cells`, a word
+a system; or `why` there are none; or the name that it is `as`."""
+UNKNOWN = "?"  # a cell of which `plan` gives no verdict, or a close call
 
 
 def lines(words: Sequence[str] = ()) -> Iterator[str]:
     """Yield the table's lines, of the recipes whose names have each of the words; ValueError if there are none."""
-    table = read()
+    table = kept_files.read(FILE)
     rows = {name: row for name, row in table["rows"].items() if all(word.lower() in name for word in words)}
     if not rows:
         raise ValueError(f"no recipe's name has {' and '.join(words)}")

@@ -51,12 +51,7 @@ WITHIN = {False: set[str](), True: {"moe_act", "shared_experts"}}
 OF_A_GPT = {"embedding", "decoder", "output_layer"}
 """How the names of a GPT's tensors begin; a vision model's layers are not of the config's sizes."""
 
-NOT_COUNTED = (
-    "hybrid_override_pattern",
-    "hybrid_layer_pattern",
-    "mtp_num_layers",
-    "experimental_attention_variant",
-)
+NOT_COUNTED = ("hybrid_override_pattern", "hybrid_layer_pattern", "mtp_num_layers", "experimental_attention_variant")
 
 
 class LayerBytes(NamedTuple):

@@ -12,14 +12,7 @@ from typing import Any
 
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.recomputation import recomputed_modules
-from bridge_fgo.tools.plan.activations import (
-    HALF,
-    chunks_of,
-    is_unfused,
-    layers_of_stage,
-    recomputation,
-    tokens_of,
-)
+from bridge_fgo.tools.plan.activations import HALF, chunks_of, is_unfused, layers_of_stage, recomputation, tokens_of
 from bridge_fgo.tools.plan.systems import SYSTEMS
 
 ACHIEVED = 0.5

@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge_fgo.bridge.compat import as_named_in
 from bridge_fgo.bridge.refusals import is_layer_wise, uses_fsdp
-from bridge_fgo.config import OffloadConfig
+from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.gradients import AHEAD, LARGEST_SHARE, MOST_LEAVING
 from bridge_fgo.offload.policy import MemoryProfile, budget_refusal, choose_staying, least_budget
 from bridge_fgo.tools.job.held import Held
@@ -29,6 +29,7 @@ from bridge_fgo.tools.plan.state import StateBytes, is_served_by_mcore, states_o
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link, floor_seconds
 
 UNTRIED = "not held against runs"
+DISK_RATES = (3, 6, 12)  # GB/s of NVMe drives, one or several
 """A note says this where no run has confirmed the count of activations."""
 
 
@@ -203,11 +204,10 @@ def make_estimate(
         stages.append(estimate)
         copied = [n * rank.copied // max(1, sum(rank.parts)) for n, rank in zip(leaving, of_ranks, strict=True)]
         loads.append((max(copied), of_job))
+    copies = 6 if offload.copies_to_buddy_every else 1 + offload.survive_crash
     upstream = is_served_by_mcore(job, offload)
     pinned = [
-        stage.copies
-        + stage.moving
-        + (of_rank.pinned_upstream if upstream else of_rank.offloaded * (1 + offload.survive_crash))
+        stage.copies + stage.moving + (of_rank.pinned_upstream if upstream else of_rank.hosted * copies)
         for stage, of_stage in zip(stages, states, strict=True)
         for of_rank in of_stage
     ]
@@ -217,9 +217,19 @@ def make_estimate(
     notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
-    if offload.host_memory_gib is not None:
-        counted = "all counts as offloaded" if offload.host_memory_gib == "auto" else f"of {ranks_of_node} ranks"
+    if offload.host_memory_gib is not None or offload.nvme_folder is not None:
+        is_known = isinstance(offload.host_memory_gib, float | int)
+        counted = f"of {ranks_of_node} ranks" if is_known else "all counts as offloaded"
         notes.append(f"host_memory_gib={offload.host_memory_gib!r}: {counted}")
+    if offload.nvme_folder is not None and isinstance(offload.host_memory_gib, float | int):
+        in_file = max(of_rank.in_file for of_stage in states for of_rank in of_stage)
+        of_node = in_file * ranks_of_node
+        waits = ", ".join(f"{of_node / rate / 1e9:.1f} s at {rate} GB/s" for rate in DISK_RATES)
+        notes.append(
+            f"nvme_folder: {readable(in_file)} a rank in files, {readable(of_node)} a node, which each step reads and "
+            f"writes ({of_node * 1440 / 1e12:.3g} TB a day with a step a minute); where the GPU has no room for it, a "
+            f"step waits {waits}"
+        )
     return Estimate(job, offload, stages, states, pinned, of_links, notes, room)
 
 

@@ -14,13 +14,7 @@ from bridge_fgo.offload.advice import MORE_GIB
 from bridge_fgo.tools.job.job import Job
 from bridge_fgo.tools.job.parallel import goes_with
 from bridge_fgo.tools.job.recomputation import OFFLOADED, kinds, told
-from bridge_fgo.tools.plan.activations import (
-    adapters_of,
-    copied_bytes,
-    is_unfused,
-    offload_modules,
-    uncounted,
-)
+from bridge_fgo.tools.plan.activations import adapters_of, copied_bytes, is_unfused, offload_modules, uncounted
 from bridge_fgo.tools.plan.compute import ACHIEVED, Compute, compute_of
 from bridge_fgo.tools.plan.estimate import Estimate, make_estimate, not_counted
 from bridge_fgo.tools.plan.state import states_of_ranks
@@ -118,13 +112,7 @@ def advised_of(choices: list[Choice]) -> Choice | None:
 class Recommender:
     """Makes estimates of a job with some settings changed, on one system.
 
-    Args:
-        job: the job.
-        link: of the system.
-        forward: seconds of one of its microbatches on a rank, where the user knows them.
-        backward: the same, with what the config recomputes.
-        activations: peak of each stage in bytes, where the user knows it.
-        room: bytes that a peak may have; None: the system's.
+    Its arguments are those of `make_estimate`; what the config recomputes is part of `backward`.
 
     Raises:
         ValueError: activations are not known, or the backward is shorter than what it recomputes.

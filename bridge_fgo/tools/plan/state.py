@@ -11,6 +11,7 @@ from bridge_fgo.config import OffloadConfig
 from bridge_fgo.memory.host_memory import power_of_two_at_least
 from bridge_fgo.memory.layout import PartBytes, PartLayout, copied_whole, lay_out, offloaded_bundles, part_bytes
 from bridge_fgo.memory.remainders import Remainders
+from bridge_fgo.memory.slab_file import buffer_bytes, parts_in_file
 from bridge_fgo.memory.state_tensor import Bundle, State
 from bridge_fgo.tools.job.held import Held
 from bridge_fgo.tools.job.job import Job
@@ -29,6 +30,8 @@ class StateBytes:
     parts: of each part that the native engine updates in one go, in its order; transits: the most GPU memory that
     each holds on its way; copied: of all parts, what a copy takes over the link.
     masters_held: what of them the optimizer step holds to its end (`HoldPolicy.held_through_step`).
+    in_file: what `nvme_folder` has in place of the host; hosted: what the host has, with buffers for copies from and to
+    files.
     """
 
     masters: int
@@ -40,6 +43,8 @@ class StateBytes:
     transits: tuple[int, ...]
     copied: int
     masters_held: int
+    in_file: int
+    hosted: int
 
     @property
     def total(self) -> int:
@@ -63,28 +68,34 @@ def sum_of(
         for bundle in everything:
             for state in bundle.states:
                 by_kind[state.kind] += state.nbytes
-        chosen = offloaded_bundles(everything, config, host_bytes)
+        chosen = offloaded_bundles(everything, config, host_bytes if config.nvme_folder is None else math.inf)
         offloaded += [state for bundle in chosen for state in bundle.states]
         layouts = lay_out(chosen, part_bytes(chosen, config), codec_of)
         parts += layouts
         of_source = [slab for part in layouts for slab in part.slabs]
-        host_bytes -= sum(slab.layout.nbytes for slab in of_source)
+        host_bytes -= 0 if config.nvme_folder else sum(slab.layout.nbytes for slab in of_source)
         masters_held += 0 if divides else sum(slab.layout.nbytes for slab in of_source if slab.written_back)
     slabs = [slab for part in parts for slab in part.slabs]
     # Storages that others hold views of leave whole, with bytes that no state has.
     whole = [slab for slab in slabs if any(state.home is not None for state in slab.states)]
     padding = sum(slab.layout.nbytes - sum(state.nbytes for state in slab.states) for slab in whole)
     sizes = [size_of(part) for part in parts]
+    of_slabs = [[slab.layout.nbytes for slab in part.slabs] for part in parts]
+    in_file = parts_in_file(of_slabs, host_bytes, config) if config.nvme_folder is not None else ()
+    filed = sum(sum(of_slabs[position]) for position in in_file)
+    of_states = sum(state.nbytes for state in offloaded) + padding
     return StateBytes(
         by_kind["master"] + padding,
         by_kind["moment"],
-        sum(state.nbytes for state in offloaded) + padding,
+        of_states,
         sum(power_of_two_at_least(state.nbytes) for state in offloaded),
         tuple(state.saved_nbytes for state in offloaded),
         tuple(size.nbytes for size in sizes),
         tuple(size.transit_bytes for size in sizes),
         sum(slab.codec.link_bytes for slab in slabs),
         masters_held,
+        filed,
+        of_states - filed + (buffer_bytes([nbytes for part in of_slabs for nbytes in part]) if filed else 0),
     )
 
 

@@ -259,22 +259,18 @@ def without_gpu() -> Iterator[None]:
 IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # type: ignore[reportAttributeAccessIssue]
 
 
-def _mesh_of_cpus(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-    return _from_group(group, "cpu", *args, **kwargs)
-
-
-_from_group = DeviceMesh.from_group
-
-
 @contextlib.contextmanager
 def fsdp_on_cpu() -> Iterator[None]:
     """Context in which Megatron-FSDP wraps and trains a model on the CPU, with gloo; CUDA stands in already.
 
     It formats the current device as an integer, and makes its meshes of CUDA devices.
     """
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", lambda: 0))
-        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", staticmethod(_mesh_of_cpus)))
+    from_group = DeviceMesh.from_group
+    of_cpus = staticmethod(lambda group, device_type, *args, **kwargs: from_group(group, "cpu", *args, **kwargs))
+    with (
+        mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(DeviceMesh, "from_group", of_cpus),
+    ):
         yield
 
 
