@@ -227,7 +227,7 @@ def test_threads_that_add_to_gradients_of_a_bucket_at_once_lose_nothing(monkeypa
     both(act, dataclasses.replace(WHOLE, gradients=gradients), overlap_grad_reduce=True)
 
 
-@pytest.mark.parametrize("config", [dataclasses.replace(WHOLE, fraction=0.5), WHOLE], ids=["half", "all"])
+@pytest.mark.parametrize("config", [{"fraction": 0.5}, {"host_memory_gib": 0.0004}, {}], ids=["half", "gaps", "all"])
 def test_entries_of_the_optimizers_state_are_in_the_order_of_parameters(config):
     def act(run):
         run.offloads_all = False
@@ -235,7 +235,7 @@ def test_entries_of_the_optimizers_state_are_in_the_order_of_parameters(config):
         numbers = {id(param): number for number, param in enumerate(masters(run))}
         return [numbers.get(id(param), param.shape) for param in inner(run).state]
 
-    both(act, config)
+    both(act, dataclasses.replace(WHOLE, **config))
 
 
 @pytest.mark.parametrize("options", [{}, OPTIMIZERS["muon"]], ids=["Adam", "Muon"])

@@ -268,13 +268,12 @@ class NativeEngine(CheckpointingEngine):
 
         def run() -> None:
             keep_masters = not source.writes_back_by_part
-            # States that the first step makes are in the parameters' order, as without the offload.
-            in_order = source.keeps_order or not all(s.exists() for part in offloaded.parts[-1:] for s in part.slabs)
+            in_order = source.keeps_order
             if not in_order:
                 source.step(None)  # parameters whose states are not offloaded
             self.schedule.step(offloaded.parts, source.step, keep_masters, offloaded.group_bytes, in_order)
             if in_order:
-                source.step(None)  # `select` takes the first parameters, so these are the last
+                source.step(None)  # mostly the last: `select` takes the first parameters
 
         with ExitStack() as stack:
             if self.steps_whole(source):

@@ -188,12 +188,22 @@ class InnerStep:
     def divided(self, call: Callable[[], Any], owners: Mapping[int, Any]) -> Iterator[None]:
         """Context in which `update` calls `call`, which steps Adam once for what it finds; see `replaced`."""
         before, self._step = self._step, call
+        entries = len(self._adam.state)
         self._divide(owners)
         try:
             with _kinetos_hook_called_once(self._adam):
                 yield
         finally:
             self._step = before
+        if len(self._adam.state) > entries:
+            self._sort_entries()
+
+    def _sort_entries(self) -> None:
+        """Have entries that the step made be in the parameters' order, as without the offload: code may walk them."""
+        state = self._adam.state
+        for param in (param for group in self._adam.param_groups for param in group["params"]):
+            if param in state:
+                state[param] = state.pop(param)
 
     def _divide(self, owners: Mapping[int, Any]) -> None:
         self._shares = {}

@@ -43,7 +43,10 @@ def keep(
 
 
 def _run(command: Sequence[str], keeper: Keeper, ended: list[int]) -> int:
-    child = subprocess.Popen(command)
+    try:
+        child = subprocess.Popen(command)
+    except OSError as error:
+        raise ValueError(f"COMMAND {command[0]!r} cannot be run: {error.strerror}") from None
 
     def pass_on(number: int, frame: Any) -> None:
         ended.extend({number}.intersection(ENDING))

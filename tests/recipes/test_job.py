@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.recipes import catalog, dry_run, executors, train
 from bridge_fgo.recipes.entrypoint import Job
+from bridge_fgo.tools.job.parallel import parallel_of
 from bridge_fgo.tools.main import app
 
 
@@ -257,3 +258,11 @@ def test_nodes_on_which_a_layout_does_not_divide_are_refused_also_without_megatr
     said = "nodes=10 with gpus_per_node=4, 40 GPUs: train.global_batch_size=256 is not divisible by 5 replicas"
     with pytest.raises(ValueError, match=rf"^recipe llama3_70b_64gpu: {said} .*; 32 or 64 GPUs would do$"):
         job("llama3_70b_64gpu", nodes=10).check()
+
+
+def test_no_number_of_gpus_is_advised_if_tensor_parallel_ranks_cannot_share_the_heads():
+    model = SimpleNamespace(tensor_model_parallel_size=3, num_attention_heads=64)
+    model.context_parallel_size = model.pipeline_model_parallel_size = 1
+    said = "tensor_model_parallel_size=3: model.num_attention_heads=64 is not divisible by it; use a divisor of 64"
+    with pytest.raises(ValueError, match=rf"^model\.{said}$"):
+        parallel_of(SimpleNamespace(model=model), 64)

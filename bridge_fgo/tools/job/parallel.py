@@ -82,6 +82,10 @@ def parallel_of(config: Any, gpus: int | None) -> Parallel:
         return size(f"model.{name}_parallel_size", default)
 
     tensor, context, pipeline = ranks("tensor_model"), ranks("context"), ranks("pipeline_model")
+    heads = getattr(config.model, "num_attention_heads", None)
+    if type(heads) is int and heads % tensor:  # on no number of GPUs
+        of = f"model.tensor_model_parallel_size={tensor}: model.num_attention_heads={heads} is not divisible by it"
+        raise ValueError(as_named_in(config.model, f"{of}; use a divisor of {heads}"))
     expert = expert_tensor = 1
     if getattr(config.model, "num_moe_experts", None) is not None:
         expert, expert_tensor = ranks("expert_model"), ranks("expert_tensor", default=tensor)
