@@ -181,7 +181,7 @@ def call(me, verb, kinds=(), where=None):
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@example([("reload", ["optimizer"], None)], PACKED, {"distributed": False}, 0.2, [], debug=False)
+@example([("reload", ["optimizer"], None)], PACKED, {"distributed": False}, 0.2, [], False)
 @given(
     calls=st.lists(CALLS, max_size=12),
     config=st.sampled_from([WHOLE, PACKED]),
