@@ -238,7 +238,7 @@ def test_a_read_that_fails_or_brings_other_bits_ends_training_and_names_the_fold
         assert session_of(run).engine.is_lost is False
 
 
-# What is refused, before training.
+# Folders and settings that raise ValueError before training.
 
 
 def refused(config, match):

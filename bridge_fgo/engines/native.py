@@ -157,13 +157,13 @@ class NativeEngine(CheckpointingEngine):
         return sum(host.tensor.numel() for host in self._hosts)
 
     def file_note(self) -> str:
-        """Return what is in files, and the time that this adds to a step at most, for a line."""
+        """Return what is in files, and the time to read it and then to write it, for a line."""
         if (file := self.file) is None:
             return f"nothing in {self.config.nvme_folder}, as it fits"
-        read, written = (rate / 1e9 for rate in file.rates)
+        (read, written), seconds = (rate / 1e9 for rate in file.rates), sum(file.nbytes / rate for rate in file.rates)
         return (
             f"{readable(file.nbytes)} in a file in {file.folder} (read at {read:.1f} GB/s, written at {written:.1f}, "
-            f"while all ranks of the node do; a step may wait {file.nbytes / min(file.rates):.1f} s for it)"
+            f"while all ranks of the node do; a step may wait {seconds:.1f} s to read and write it)"
         )
 
     @property
@@ -267,8 +267,7 @@ class NativeEngine(CheckpointingEngine):
         offloaded = self._offloaded[source]
 
         def run() -> None:
-            keep_masters = not source.writes_back_by_part
-            in_order = source.keeps_order
+            keep_masters, in_order = not source.writes_back_by_part, source.keeps_order
             if not in_order:
                 source.step(None)  # parameters whose states are not offloaded
             self.schedule.step(offloaded.parts, source.step, keep_masters, offloaded.group_bytes, in_order)

@@ -17,9 +17,7 @@ from typing import Any
 from bridge_fgo.config import readable
 
 VARIABLE = "BRIDGE_FGO_KEEPER"  # environment variable with the name of the job's keepers
-PATIENCE = (
-    60.0  # seconds to wait for the process that a rank was before: of a killed one the driver frees the GPU first
-)
+PATIENCE = 60.0  # seconds to wait for the process that a rank was before: the driver frees a killed one's GPU first
 _MESSAGE_BYTES = 1 << 16
 
 

@@ -342,11 +342,12 @@ class Schedule:
         with self.transfers.back_to_back():
             for slab in slabs:
                 if slab.exists():
+                    start = slab.start_encoded if slab in encoded else None
                     if keep_masters and slab.written_back:
-                        slab.offload(slab.start_encoded if slab in encoded else None)
+                        slab.offload(start)
                         self.queue.cancel_leaving(slab)  # from the offload that the update gave up
                     else:
-                        self.queue.send(slab, slab.start_encoded if slab in encoded else None)
+                        self.queue.send(slab, start)
 
     def release_everything(self) -> None:
         """Free every slab that may leave; for work between steps that needs the memory."""

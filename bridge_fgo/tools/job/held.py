@@ -101,7 +101,7 @@ class Held:
     gradients: int  # likewise
     gathered: int  # by Megatron-FSDP beside them in forward and backward, at most, and of gradients not reduced yet
     in_step: int  # what of these stays in the optimizer step, and the step's gradients in the masters' dtype
-    # Of each of DDP's buffers for parameters: bytes of an element, of all, of a rank's share.
+    # For each of DDP's buffers of parameters: the bytes of an element, of the buffer, and of a rank's share of it.
     buffers: list[tuple[int, int, int]]
     optimizers: list[OptimizerStates]  # the states of mcore's optimizers, each once
     ranks: list[list[int]]  # of each rank which of them it has
