@@ -400,7 +400,7 @@ def survivors(job: Job, whole: Seen, deaths: int, seed: str, start=children.star
             arm = (*job.arm, "--survive-crash")
             training = dataclasses.replace(job, folder=job.folder / number, keeper=kept.name, arm=arm)
             while any(
-                run(dataclasses.replace(training, end=random_end(generator, job.ranks) if deaths else None), start)
+                run(dataclasses.replace(training, end=random_end(generator, job.ranks, job.most_after) if deaths else None), start)
             ):
                 assert deaths, seen(training).logs
                 deaths -= 1

@@ -39,7 +39,7 @@ then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
 NAMES = (
     *("resident", "recomputed", "native", "packed", "half", "auto", "lazy", "gradients", "auto_gradients"),
-    *("mcore", "fsdp_resident", "fsdp", "hybrid"),
+    *("survive", "mcore", "fsdp_resident", "fsdp", "hybrid"),
 )
 """Kinds of arms."""
 
@@ -195,6 +195,7 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "lazy": (*native, "--gradients", "lazy"),
         "gradients": (*native, "--gradients", "true"),
         "auto_gradients": (*native, "--gradients", "true", "--gpu-memory-budget-gib", "auto"),
+        "survive": (*native, "--survive-crash"),
         "mcore": ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install") if muon else mcore,
         "fsdp_resident": ("--fsdp", str(fsdp), *resident),
         "fsdp": ("--fsdp", str(fsdp), *native),
