@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -77,6 +78,8 @@ class Job:
     """Steps of an attempt after which the latest of its random ends is counted: where a step has many calls."""
     slow_copies: float = 0.0
     """Seconds that each part of a copy to another node takes more."""
+    energon_workers: int | None = None
+    """Worker processes of Energon's loader, if that reads the data."""
     is_fused: bool = False
     """Whether Adam is Transformer Engine's (a stand-in), whose states mcore can save."""
 
@@ -167,7 +170,13 @@ def _train(rank: int, job: Job) -> None:
     config = gpu.build_config(options)
     if not job.is_on_gpu:
         tiny.put_on_cpu(config)
-    config.dataset.num_workers = 0
+    if job.energon_workers is not None:
+        import energon_data
+
+        path = energon_data.prepare(job.folder / f"data{rank}", options.vocab, options.seq)
+        sizes = {"seq_length": options.seq, "micro_batch_size": options.mbs}
+        config.dataset = energon_data.EnergonData(path=str(path), **sizes)
+    config.dataset.num_workers = job.energon_workers or 0
     for path, value in (*(() if job.is_on_gpu else ON_GLOO), *job.changes):
         section, name = path.split(".")
         assert hasattr(getattr(config, section), name), path
@@ -399,9 +408,8 @@ def survivors(job: Job, whole: Seen, deaths: int, seed: str, start=children.star
         with Kept(f"{os.getpid()}.{number}", limit) as kept:
             arm = (*job.arm, "--survive-crash")
             training = dataclasses.replace(job, folder=job.folder / number, keeper=kept.name, arm=arm)
-            while any(
-                run(dataclasses.replace(training, end=random_end(generator, job.ranks, job.most_after) if deaths else None), start)
-            ):
+            ends = (random_end(generator, job.ranks, job.most_after) if deaths else None for _ in itertools.count())
+            while any(run(dataclasses.replace(training, end=next(ends)), start)):
                 assert deaths, seen(training).logs
                 deaths -= 1
                 if all(seen(training).of("end", rank) for rank in range(job.ranks)):

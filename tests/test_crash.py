@@ -34,6 +34,8 @@ JOBS = {
     "PP, interleaved": Job(ranks=2, arm=("--pp", "2", "--vpp", "2", "--layers", "4")),
     "EP": Job(ranks=2, arm=("--ep", "2", *EXPERTS)),
     "DP, whole parameters": Job(ranks=2, arm=("--no-distributed",)),
+    "Energon": Job(energon_workers=0, changes=DROPOUT),
+    "DP, Energon with workers": Job(ranks=2, energon_workers=2),
     "Muon, evaluations": Job(arm=("--optimizer", "muon", "--no-distributed"), changes=(*DROPOUT, *EVALUATIONS)),
 }
 

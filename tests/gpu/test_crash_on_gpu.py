@@ -75,4 +75,5 @@ def test_a_training_goes_on_from_a_kept_step_and_from_checkpoints_of_bridge_and_
             first = next(event for event in found.of("step") if event["at"] > begun)
             parts = {name: round(seconds, 2) for name, seconds in first["parts"].items()}
             loads = [round(event["seconds"], 2) for event in found.of("load") if event["at"] > begun]
-            print(f"from {way}: {first['at'] - begun:.2f} s from setup to the end of the first step, of it {parts or loads}")
+            seconds = first["at"] - begun
+            print(f"from {way}: {seconds:.2f} s from setup to the end of the first step, of it {parts or loads}")
