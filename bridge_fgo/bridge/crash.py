@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, override
 
 import numpy as np
@@ -417,7 +417,7 @@ def _make_adams(source: Any) -> None:
 
 
 def _set_rng(saved: dict[str, Any]) -> None:
-    """Set all random numbers as Bridge's load does."""
+    """Set all random numbers as Bridge's load does; by the same config the tracker is of the same kind."""
     from megatron.core import tensor_parallel
 
     random.setstate(saved["random_rng_state"])
@@ -425,9 +425,7 @@ def _set_rng(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch_rng_state"])
     torch.cuda.set_rng_state(saved["cuda_rng_state"])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    is_graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-    convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=is_graphable)
-    tracker.set_states({name: convert(state) for name, state in saved["rng_tracker_states"].items()})
+    tracker.set_states(saved["rng_tracker_states"])
 
 
 def _unread(iterator: Any) -> tuple[Any, str] | None:
