@@ -10,7 +10,7 @@ import time
 import pytest
 from crash_child import DROPOUT, End, Job, Kept, random_end, require_same, run, seen, survivors
 
-from bridge_fgo.engines.kept_steps import HEAD, HEAD_BYTES, HEADS_APART, MAGIC, OWN, WARDS
+from bridge_fgo.engines.kept_steps import HEAD, MAGIC, OWN, WARDS
 
 pytestmark = [pytest.mark.usefixtures("cpu_standins"), pytest.mark.slow]
 
@@ -143,9 +143,9 @@ def test_after_the_loss_of_a_node_a_training_goes_on_bitwise_from_the_copies_of_
 
 def newest_at(kept: Kept, rank: int) -> int | None:
     """Return the newest step that a node has of its own rank and of the other one."""
-    ledger = kept.keeper._files.get(f"{rank}/ledger")
-    heads = [os.pread(ledger, HEAD_BYTES, slot * HEADS_APART) for slot in (*OWN, *WARDS) if ledger is not None]
-    steps = [HEAD.unpack_from(head)[1] if head.startswith(MAGIC) else None for head in heads]
+    files = [kept.keeper._files.get(f"{rank}/slot{slot}") for slot in (*OWN, *WARDS)]
+    heads = [b"" if file is None else os.pread(file, HEAD.size, 0) for file in files]
+    steps = [HEAD.unpack(head)[1] if head.startswith(MAGIC) else None for head in heads]
     return max({step for step in steps[: len(OWN)] if step in steps[len(OWN) :] and step is not None}, default=None)
 
 

@@ -1,21 +1,19 @@
 """A crash costs no step: what Bridge's training has beside its slabs, and a start that goes on from a kept step.
 
 `engines.kept_steps` has the time line, and says which step is whole. A step's small state is all that a checkpoint has
-beyond what slabs hold, by the functions of Bridge, mcore and torch: `TrainState`, the scheduler, the rerun machine,
-random numbers; of an optimizer its param groups, loss scaler and other entries of `state`; of the model buffers,
-weights in fp32 and `extra_state`; of the data the state of a loader that saves it (Energon's), and which loaders were
-being read. Frozen weights are not copied: a start loads them as Bridge does, and compares a sum over their bytes.
+beyond what slabs hold, by the functions of Bridge, mcore and torch (`Survival._small_state`), and model state that no
+master tells. Frozen weights are not copied: a start loads them as Bridge does, and compares sums over their bytes.
 
-Ranks agree on a step as the optimizer is built, before the first host buffer is written. Bridge's setup then asks
-whether there is a checkpoint to load, and gets the kept step in its place, unless the config has changed, a checkpoint
-is newer, or `MOST_TRIES` starts from that step have failed. Random numbers are set again as the first step begins: to
-make the loaders' iterators draws some.
+Bridge's setup asks whether there is a checkpoint to load, and gets the kept step in its place, unless the config has
+changed, a checkpoint is newer, or `MOST_TRIES` starts from that step have failed. Random numbers are set again as the
+first step begins: to make the loaders' iterators draws some.
 """
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import io
 import itertools
 import json
 import pickle
@@ -23,21 +21,20 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
-from hashlib import sha256
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, override
 
 import numpy as np
 import torch
 
-from bridge_fgo.bridge.compat import mcore_version, settings_in, version_of
+from bridge_fgo.bridge.compat import settings_in, version_of
 from bridge_fgo.bridge.patch import Args, Kwargs, Wrapped, arguments_of
 from bridge_fgo.bridge.reporting import say, warn
 from bridge_fgo.config import readable
-from bridge_fgo.engines.buddies import Buddy, wait_for_round
+from bridge_fgo.engines.buddies import Buddy
 from bridge_fgo.engines.engine import Engine
-from bridge_fgo.engines.kept_steps import KeptSteps
+from bridge_fgo.engines.kept_steps import KeptSteps, common_start, layout_of
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.engines.ranks import gather
 from bridge_fgo.memory.digest import byte_sums
@@ -51,7 +48,8 @@ BESIDE_BYTES = 64 * 2**20
 """Most bytes of the model's tensors that are copied in each step, on the training stream: 1.2 ms on an H200's link."""
 PARTS = ("model", "optimizer", "scheduler", "ddp", "train", "validation", "dataset", "rng", "mixed_precision", "peft")
 OF_CHECKPOINT = ("load", "ckpt_step", "finetune", "pretrained_checkpoint", "load_optim")
-"""Sections of Bridge's config, and settings of another, that have to be as they were."""
+DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "bridge-fgo", "transformer-engine", "torch")
+"""Sections of Bridge's config, settings of another, and versions that have to be as they were."""
 SETTING = "OffloadConfig.survive_crash=True"
 
 _newest: Survival | None = None
@@ -64,29 +62,31 @@ class Survival:
         ValueError: nothing keeps, or a rank has too many bytes beside its slabs.
     """
 
-    def __init__(self, sources: Sequence[Any], engine: Engine, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, sources: Sequence[Any], engine: Engine, chunks: Sequence[Any]) -> None:
         assert isinstance(engine, NativeEngine)  # with another the setting is refused
         if not job_name():
             raise ValueError(
                 f"{SETTING}: no process keeps the states' memory: start training on each node by `bridge-fgo keep -- "
                 "COMMAND` (`bridge-fgo keep -- torchrun --max-restarts=3 ...`), or set it to False"
             )
-        self._engine, self._chunks = engine, list(chunks)
+        self._engine, self._chunks = engine, chunks
         self._leaves = [source.optimizer for source in sources if isinstance(source, McoreSource)]
-        self._modules = [module for chunk in chunks for module in chunk.modules()]
-        self._beside = list(_tensors_beside(self._modules))
-        self._extra = [m for m in self._modules if type(m).get_extra_state is not torch.nn.Module.get_extra_state]
+        modules = [module for chunk in chunks for module in chunk.modules()]
+        self._beside = _tensors_beside(modules)
+        self._extra = [m for m in modules if type(m).get_extra_state is not torch.nn.Module.get_extra_state]
         if (nbytes := sum(tensors[name].nbytes for tensors, name in self._beside)) > BESIDE_BYTES:
             raise ValueError(
                 f"{SETTING}: this rank has {readable(nbytes)} of weights in fp32 and of buffers, which no master tells "
                 f"and each step copies, and may have {readable(BESIDE_BYTES)}: train in bf16, or set it to False"
             )
+        several = torch.distributed.is_initialized()
+        self._place = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
         self.kept: KeptSteps | None = None
         self._line: KeeperLine | None = None
         self._step: int | None = None  # to go on from
         self._why = ""  # why no kept step is taken, if there might be one
-        self._config = b""  # of this start, once Bridge's setup has asked
-        self._resumed: dict[str, Any] | None = None  # the small state, until the first step has begun
+        self._is_set_up = False  # whether Bridge's setup has asked
+        self.resumed: dict[str, Any] | None = None  # the small state of a kept step, until the first step has begun
         self._iterators: Sequence[Any] = ()
         self._is_whole = self._is_over = False  # whether every state exists; whether training has ended
         self.restored_step: int | None = None
@@ -97,119 +97,109 @@ class Survival:
 
         Without a keeper training goes on as without the setting, and rank 0 says so.
         """
-        started = time.perf_counter()
+        started, slabs = time.perf_counter(), self._engine.slabs
+        layout = layout_of(slabs, *self._place)
         every, buddy = self._engine.config.copies_to_buddy_every, None
         if every is not None:
-            node, sizes = f"{pools()[0].identity} {job_name()}", [slab.nbytes for slab in self._engine.slabs]
-            buddy = Buddy(gather((node, sizes)), every, warn)
-        problems, layouts, tries, of_wards = zip(*gather(self._connect(buddy)), strict=True)
+            node = f"{pools()[0].identity} {job_name()}"
+            buddy = Buddy(gather((node, layout, [slab.nbytes for slab in slabs])), every, warn)
+        problems, tries, of_wards = zip(*gather(self._connect(layout, buddy)), strict=True)
         if why := next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), ""):
             self.kept = None
             say(f"{SETTING}, but a crash would cost all steps since the newest checkpoint: {why}")
             return
-        own = list(map(set, tries))
-        there = [of_wards[rank].items() for rank in buddy.of_all] if buddy else []
-        by_buddy = [{step for step, of in each if of == layout} for layout, each in zip(layouts, there, strict=False)]
-        step = max(set.intersection(*map(set.union, own, by_buddy or own)), default=None)
-        lacking = [rank for rank, steps in enumerate(own) if step is not None and step not in steps]
-        whole = max(set.intersection(*own, *by_buddy), default=None) if buddy and not lacking else None
         assert self.kept is not None
-        if step is None and any(own):
-            rank = next((rank for rank, steps in enumerate(own) if not steps), 0)
+        by_buddy = of_wards if buddy is None else [of_wards[rank] for rank in buddy.of_all]
+        step, lacking, whole = common_start(list(map(set, tries)), by_buddy)
+        if step is None and any(tries):
+            rank = next((rank for rank, steps in enumerate(tries) if not steps), 0)
             self._why = f"rank {rank} has none, as its node or its keeper was lost, or other states"
-        if step is not None and (most := max(each.get(step, 0) for each in tries)) >= MOST_TRIES:
-            self._why, step, whole, lacking = f"{most} starts from step {step} have failed", None, None, []
+        if (most := max(each.get(step, 0) for each in tries)) >= MOST_TRIES:
+            self._why, step, lacking, whole = f"{most} starts from step {step} have failed", None, [], None
         self._step, self.seconds["agree"] = step, time.perf_counter() - started
-        if buddy is not None and step is not None and lacking:
-            self.kept.restore(buddy, step, lacking)
+        if step is not None and lacking:
+            self.kept.restore(step, lacking)
             self.seconds["other nodes"] = seconds = time.perf_counter() - started - self.seconds["agree"]
             ranks, nbytes = ", ".join(map(str, lacking)), readable(self._engine.planned_bytes)
             say(f"step {step} of rank {ranks} is from the keeper of another node: {nbytes} each in {seconds:.2f} s")
-        self.kept.take_buffers(step, step if buddy and whole is None else whole)
-        if buddy is not None:
-            buddy.begun = buddy.whole = -1 if whole is None else whole
-            self._engine.hosts_beside += self.kept.hosts_of_ward
+        self.kept.protect(step, whole)
+        self.kept.take_buffers()
+        self._engine.hosts_beside += self.kept.hosts_of_ward
         by = f"a process of its node{f', and one of {every} by that of another' if buddy else ''}"
         say(f"finished steps survive a crash: {readable(self.kept.nbytes)} of host memory a rank are kept by {by}")
 
-    def _connect(self, buddy: Buddy | None) -> tuple[str, bytes, dict[int, int], dict[int, bytes]]:
-        """Return why nothing can be kept, or "", the layout of the slabs, tries of steps, and layouts of a ward's."""
-        several = torch.distributed.is_initialized()
-        rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
-        if not wait_for_round():
-            return "a copy to another node of an earlier training of this process has not ended", b"", {}, {}
+    def _connect(self, layout: bytes, buddy: Buddy | None) -> tuple[str, dict[int, int], set[int]]:
+        """Return why nothing can be kept, or "", how often starts from each step were tried, and steps of a ward."""
         try:
-            self._line = KeeperLine(job_name(), rank, ranks)
-            slabs, transfers = self._engine.slabs, self._engine.transfers
-            self.kept = kept = KeptSteps(slabs, transfers, self._line, f"{rank} of {ranks}", buddy)
+            self._line = KeeperLine(job_name(), *self._place)
+            self.kept = KeptSteps(self._engine.slabs, self._engine.transfers, self._line, layout, buddy)
         except (OSError, MemoryError) as error:
-            return f"its keeper {job_name()!r} ({VARIABLE}) does not serve it: {error}", b"", {}, {}
-        of_ward = {step: layout for step, (_, layout) in kept.of_ward.items()}
-        return "", kept.layout, {step: kept.tries(step) for step in kept.found}, of_ward
+            return f"no step is kept by {job_name()!r} ({VARIABLE}): {error}", {}, set()
+        return "", {step: self.kept.tries(step) for step in self.kept.found}, set(self.kept.of_ward)
 
     # Bridge's setup.
 
     def is_to_load(self, cfg: Any, manager: Any, loads: bool) -> bool:
         """Return whether setup is to load: the kept step, for which `manager` is changed, or what it `loads` anyway."""
-        self._config = json.dumps(_described(cfg)).encode()
+        self._is_set_up = True
         if self.kept is None:
             return loads
-        step, why = self._step, max(gather(self._why or _difference(self.kept.last_config, self._config)))
+        config = json.dumps(_described(cfg, self._place[1])).encode()
+        step, why = self._step, max(gather(self._why or _difference(self.kept.config, config)))
         # On all ranks or on none, as Bridge reads a checkpoint's step by collectives.
         if not why and step is not None and (newest := max(gather(_newest_checkpoint(cfg, manager)))) > step:
             why = f"the checkpoint of step {newest} is newer than the kept step {step}"
         if why:
             instead = "the newest checkpoint is loaded" if loads else "there is no checkpoint, and training begins anew"
             say(f"no kept step is taken: {why}; {instead}")
-        if why or step is None:
-            self.kept.forget()
+            step = None
+        if step is None:
+            self.kept.protect(None)
+        self.kept.keep_config(config)
+        if step is None:
             return loads
         load = manager.load
 
         def load_kept(context: Any) -> tuple[int, int]:
             manager.load = load
-            has_frozen = any(not param.requires_grad for chunk in self._chunks for param in chunk.parameters())
-            if loads and has_frozen:
+            if loads and any(not param.requires_grad for chunk in self._chunks for param in chunk.parameters()):
                 load(context)
-            if not self._go_on(context, step) and loads and not has_frozen:
-                load(context)
+            self._go_on(context, step)
             return context.state.train_state.step, context.state.train_state.floating_point_operations_so_far
 
         manager.load = load_kept
         return True
 
-    def _go_on(self, context: Any, step: int) -> bool:
-        """Take the kept step in the place of a checkpoint; return False, on every rank, if frozen weights differ."""
+    def _go_on(self, context: Any, step: int) -> None:
+        """Take the kept step in the place of a checkpoint, unless frozen weights differ on any rank."""
         from megatron.bridge.training import fault_tolerance
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
 
         assert self.kept is not None
         started, engine, train_state = time.perf_counter(), self._engine, context.state.train_state
-        payload = self.kept.found[step][1]
-        small, beside = pickle.loads(payload.small), payload.beside
-        if not all(gather(small["frozen"] == self._frozen_sum)):
+        contents = io.BytesIO(self.kept.found[step].small)
+        small = pickle.load(contents)
+        if not all(gather(small["frozen"] == self._frozen_sums)):
             say(f"no kept step is taken: frozen weights are not those that step {step} was trained with")
-            self.kept.forget()
-            return False
+            self.kept.protect(None)
+            return
         for source in engine.sources:
             _make_adams(source)
             engine.release_for_kept(source)
         self.kept.adopt()
         for source, leaf in zip(engine.sources, self._leaves, strict=True):
             engine.rewrite_weights(source, leaf._copy_main_params_to_model_params)
-        place = 0
-        for target in (tensors[name].data for tensors, name in self._beside):
-            data, place = bytearray(beside[place : place + target.nbytes]), place + target.nbytes
-            if data:
+        for tensors, name in self._beside:
+            target = tensors[name].data
+            if data := bytearray(contents.read(target.nbytes)):
                 target.copy_(torch.frombuffer(data, dtype=target.dtype).view(target.shape))
-        for module, value in zip(self._extra, small["extra"], strict=True):
+        for module, value in zip(self._extra, pickle.loads(small["extra"]), strict=True):
             module.set_extra_state(value)
         for chunk in self._chunks:
-            if getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False):
-                chunk.start_param_sync(force_sync=True)  # pyright: ignore[reportCallIssue] - each wrote its part
-        if context.opt_param_scheduler is not None:
-            context.opt_param_scheduler.load_state_dict(small["scheduler"])
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync(force_sync=True)  # each rank wrote its part
+        context.opt_param_scheduler.load_state_dict(small["scheduler"])
         for leaf, saved in zip(self._leaves, small["optimizers"], strict=True):
             _load_optimizer(leaf, saved)
         train_state.load_state_dict(small["train_state"])
@@ -218,26 +208,22 @@ class Survival:
             small["rerun"]["sharded"] = small["rerun"]["sharded"].data  # as Bridge's load has it
             get_rerun_state_machine().load_state_dict(small["rerun"])
         fault_tolerance.on_checkpoint_loaded(is_local_chkpt=True, global_state=context.state)
-        self._resumed, self.restored_step = small, step
+        self.resumed, self.restored_step = small, step
         self.seconds |= {"page-lock": engine.pin_seconds, "go on": time.perf_counter() - started}
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         say(f"training goes on from step {step}, which the crash left whole ({parts})")
-        return True
 
     def iterators_made(self, iterators: Sequence[Any]) -> None:
-        """Take the loaders' iterators, and have those that were being read be so again."""
+        """Take the loaders' iterators, and have those that were being read be so again, where they were."""
         self._iterators = [one for each in iterators for one in (each if isinstance(each, list) else [each])]
-        was_read = () if self._resumed is None else self._resumed["read"]
-        for iterator in itertools.compress(self._iterators, was_read):
-            if not hasattr(iterator.iterable, "restore_state"):
-                _read_ahead(iterator)
-
-    def restore_data(self, iterator: Any) -> bool:
-        """Have a loader that can save its state go on where it was; return whether Bridge is to load none."""
-        if self._resumed is not None and self._resumed["data"] is not None:
-            iterator.iterable.restore_state(self._resumed["data"])
-            _read_ahead(iterator)
-        return self._resumed is not None
+        if self.resumed is None:
+            return
+        if self.resumed["data"] is not None:
+            self._iterators[0].iterable.restore_state(self.resumed["data"])
+        for iterator in itertools.compress(self._iterators, self.resumed["read"]):
+            if (place := _unread(iterator)) is not None:  # torch draws a random number as a loader is begun
+                generator = getattr(*place)
+                setattr(*place, itertools.chain([next(generator)], generator))
 
     # A step.
 
@@ -245,12 +231,13 @@ class Survival:
         """Begin the record of the step that has ended: a training step begins."""
         from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
-        if self._resumed is not None:
-            _set_rng(self._resumed["rng"])
-            self._resumed = None
+        if self.resumed is not None:
+            _set_rng(self.resumed["rng"])
+            self.resumed = None
+            return  # there is a record of this step
         if self.kept is None:
             return
-        if not self._config:
+        if not self._is_set_up:
             raise ValueError(f"{SETTING}: Bridge's setup() has not set up this training, by which a start goes on")
         if self._line is not None and not self._line.is_alive():
             warn("the keeper has ended: a crash would cost all steps since the newest checkpoint")
@@ -259,9 +246,8 @@ class Survival:
         self._is_whole = self._is_whole or all(state.read() is not None for state in states)
         is_quiet = get_rerun_state_machine().state is RerunState.NOT_RUNNING_YET
         if self._line is not None and self._is_whole and is_quiet:
-            step = arguments["global_state"].train_state.step
-            beside = [tensors[name] for tensors, name in self._beside]
-            self.kept.capture(step, self._config, partial(self._small_state, arguments), beside)
+            step, beside = arguments["global_state"].train_state.step, [tensors[name] for tensors, name in self._beside]
+            self.kept.capture(step, _pickled(self._small_state(arguments)), beside)
 
     def _small_state(self, arguments: dict[str, Any]) -> dict[str, Any]:
         from megatron.bridge.training.checkpointing import get_rng_state
@@ -272,12 +258,12 @@ class Survival:
         save_data = getattr(getattr(next(iter(self._iterators), None), "iterable", None), "save_state", None)
         return {
             "train_state": arguments["global_state"].train_state.state_dict(),
-            "scheduler": arguments["scheduler"] and arguments["scheduler"].state_dict(),
+            "scheduler": arguments["scheduler"].state_dict(),
             "rerun": get_rerun_state_machine().state_dict(arguments["data_iterator"], "torch_dist"),
             "rng": rng[0],
             "optimizers": list(map(_optimizer_state, self._leaves, self._entries)),
             "extra": self._extra_states,
-            "frozen": self._frozen_sum,
+            "frozen": self._frozen_sums,
             "data": save_data and save_data(),
             "read": [iterator is not None and _unread(iterator) is None for iterator in self._iterators],
         }
@@ -291,15 +277,15 @@ class Survival:
         return [[(n, name) for n, s in enumerate(each) for name in s if id(s[name]) not in held] for each in states]
 
     @cached_property
-    def _extra_states(self) -> list[Any]:
+    def _extra_states(self) -> bytes:
         """Extra states, made once: Transformer Engine's waits for the GPU, and changes with delayed scaling alone."""
-        return [module.get_extra_state() for module in self._extra]
+        return _pickled([module.get_extra_state() for module in self._extra])
 
     @cached_property
-    def _frozen_sum(self) -> bytes:
+    def _frozen_sums(self) -> list[int]:
         frozen = (param.detach() for chunk in self._chunks for param in chunk.parameters() if not param.requires_grad)
         flat = [param.contiguous().view(-1).view(torch.uint8) for param in frozen]
-        return sha256(repr(byte_sums(flat).tolist()).encode()).digest() if flat else b""
+        return byte_sums(flat).tolist() if flat else []
 
     def end_pass(self) -> None:
         """Write the record, and tell all ranks: a collective."""
@@ -318,7 +304,7 @@ class Survival:
     def close(self) -> None:
         """Erase the records of a training that is over: another one does not go on from them."""
         if self._is_over and self.kept is not None:
-            self.kept.forget()
+            self.kept.protect(None)
             self.kept = None
 
 
@@ -356,23 +342,43 @@ def makes_iterators(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def loads_data_state(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Have a loader that can save its state get the kept one."""
-    iterator = arguments_of(wrapped, args, kwargs)["train_iterator"]
-    return None if _newest is not None and _newest.restore_data(iterator) else wrapped(*args, **kwargs)
+    """Leave out a checkpoint's state of the data after `makes_iterators` has set the kept one."""
+    return None if _newest is not None and _newest.resumed is not None else wrapped(*args, **kwargs)
 
 
 # Parts of the small state.
 
 
-def _tensors_beside(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield where each tensor of the model is that is neither frozen nor the rounding of a master."""
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module._buffers, name
-        for name, param in module._parameters.items():
-            if param is not None and param.requires_grad and param.dtype == torch.float32:
-                yield module._parameters, name
+class _Pickler(pickle.Pickler):
+    """Pickles the bytes of tensors alone: torch's own way takes the host as long as all the rest."""
+
+    @override
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, torch.Tensor):
+            return NotImplemented
+        data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (data, obj.dtype, obj.shape, obj.device.type)
+
+
+def _tensor(data: bytes, dtype: torch.dtype, shape: torch.Size, device: str) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(dtype).view(shape).to(device)
+
+
+def _pickled(value: Any) -> bytes:
+    _Pickler(file := io.BytesIO(), protocol=5).dump(value)
+    return file.getvalue()
+
+
+def _tensors_beside(modules: Sequence[torch.nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """Return where each tensor of the model is that is neither frozen nor the rounding of a master."""
+    return [
+        (tensors, name)
+        for module in modules
+        for tensors in (module._buffers, module._parameters)
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor)
+        and (tensors is module._buffers or (tensor.requires_grad and tensor.dtype == torch.float32))
+    ]
 
 
 def _params(inner: Any) -> list[Any]:
@@ -411,7 +417,7 @@ def _make_adams(source: Any) -> None:
 
 
 def _set_rng(saved: dict[str, Any]) -> None:
-    """Set all random numbers as Bridge's load does."""
+    """Set all random numbers as Bridge's load does; by the same config the tracker is of the same kind."""
     from megatron.core import tensor_parallel
 
     random.setstate(saved["random_rng_state"])
@@ -419,9 +425,7 @@ def _set_rng(saved: dict[str, Any]) -> None:
     torch.set_rng_state(saved["torch_rng_state"])
     torch.cuda.set_rng_state(saved["cuda_rng_state"])
     tracker: Any = tensor_parallel.get_cuda_rng_tracker()
-    is_graphable = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-    convert = partial(tensor_parallel.convert_cuda_rng_state, to_graphable=is_graphable)
-    tracker.set_states({name: convert(state) for name, state in saved["rng_tracker_states"].items()})
+    tracker.set_states(saved["rng_tracker_states"])
 
 
 def _unread(iterator: Any) -> tuple[Any, str] | None:
@@ -437,38 +441,25 @@ def _unread(iterator: Any) -> tuple[Any, str] | None:
     return None
 
 
-def _read_ahead(iterator: Any) -> None:
-    """Read a loader's first batch, if nothing has: torch draws a random number as it is begun."""
-    if (place := _unread(iterator)) is not None:
-        generator = getattr(*place)
-        setattr(*place, itertools.chain([next(generator)], generator))
-
-
 # The config that a kept step was trained with, and the one of this start.
 
 
-def _described(cfg: Any) -> dict[str, str]:
+def _described(cfg: Any, ranks: int) -> dict[str, str]:
     """Return, by "section.name" and in words, the settings and versions that a start must share with a kept step."""
     sections = {name: owner for name in PARTS if hasattr(owner := getattr(cfg, name, None), "__dict__")}
     found = {f"{name}.{each}": value for name, owner in sections.items() for each, value in settings_in(owner).items()}
     found |= {f"checkpoint.{name}": getattr(cfg.checkpoint, name, None) for name in OF_CHECKPOINT}
-    found |= {name: version_of(name) for name in ("megatron-bridge", "bridge-fgo", "transformer-engine", "torch")}
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    found |= {"megatron-core": mcore_version(), "ranks": ranks}
-    return {name: _in_words(value) for name, value in found.items() if "._" not in name}  # those Bridge notes itself
-
-
-def _in_words(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(sorted(value, key=repr) if isinstance(value, set) else value))
+    found |= {name: version_of(name) for name in DISTRIBUTIONS} | {"ranks": ranks}
+    found = {name: sorted(value, key=repr) if isinstance(value, set) else value for name, value in found.items()}
+    words = {name: re.sub(r" at 0x[0-9a-f]+", "", repr(value)) for name, value in found.items()}
+    return {name: value for name, value in words.items() if "._" not in name}  # those Bridge notes itself
 
 
 def _difference(before: bytes, now: bytes) -> str:
     """Return the first difference of two configs in words; empty where there is none, or none before."""
-    if not before or before == now:
-        return ""
-    then, these = json.loads(before), json.loads(now)
-    name = next(name for name in sorted(then.keys() | these.keys()) if then.get(name) != these.get(name))
-    return f"{name} was {then.get(name)} and is {these.get(name)}"
+    then, these = json.loads(before or now), json.loads(now)
+    names = (name for name in sorted(then | these) if then.get(name) != these.get(name))
+    return next((f"{name} was {then.get(name)} and is {these.get(name)}" for name in names), "")
 
 
 def _newest_checkpoint(cfg: Any, manager: Any) -> int:

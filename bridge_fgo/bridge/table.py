@@ -62,7 +62,7 @@ def _of_bridge() -> list[FunctionPatch]:
             "the one question before a checkpoint is loaded, with what loads it, whichever manager that is"),
         FunctionPatch(f"{TRAINING}.setup", "setup_data_iterators", crash.makes_iterators, (),
             "makes the loaders' iterators, which draw random numbers as they begin"),
-        FunctionPatch(f"{TRAINING}.setup", "maybe_load_dataloader_state", crash.loads_data_state, ("train_iterator",),
+        FunctionPatch(f"{TRAINING}.setup", "maybe_load_dataloader_state", crash.loads_data_state, (),
             "loads the data's state of a checkpoint, of which there is none after a crash", optional=True),
         FunctionPatch(f"{TRAINING}.setup_megatron_mimo", "_update_megatron_mimo_model_config_funcs",
             before_training.after_model_hooks, ("optimizer", "model"),

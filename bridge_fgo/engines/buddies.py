@@ -43,17 +43,18 @@ def wait_for_round() -> bool:
 class Buddy:
     """Sends a rank's steps to its buddy, and gets those of its ward, in a round every so many steps.
 
-    Made by all ranks together, of the node of each and the bytes of its slabs. `warn` prints a line.
+    Made by all ranks together, of the node of each, and the layout and the bytes of its slabs. `warn` prints a line.
     """
 
-    def __init__(self, ranks: Sequence[tuple[str, list[int]]], every: int, warn: Callable[[str], None]) -> None:
-        self.of_all = buddies([node for node, _ in ranks], every)
+    def __init__(self, ranks: Sequence[tuple[str, bytes, list[int]]], every: int, warn: Callable[[str], None]) -> None:
+        self.of_all = buddies([node for node, *_ in ranks], every)
         self.rank = torch.distributed.get_rank()
         self.buddy, self.ward = self.of_all[self.rank], self.of_all.index(self.rank)
-        self.sizes_of_ward = ranks[self.ward][1]
+        _, self.layout_of_ward, self.sizes_of_ward = ranks[self.ward]
         self.every, self._warn = every, warn
         self.begun = self.whole = -1  # steps of the newest round, and of the newest that this rank has whole
         self._group: Any = torch.distributed.new_group(backend="gloo")
+        self._sent: list[Any] = []
 
     def begin(self, step: int, act: Callable[[], None]) -> None:
         """Have a thread do the round of a step. If it fails, no rank begins another one."""
@@ -70,16 +71,20 @@ class Buddy:
         _round = threading.Thread(target=run, daemon=True)
         _round.start()
 
-    def swap(self, to: int, parts: Sequence[torch.Tensor], source: int | None, places: Sequence[torch.Tensor]) -> bytes:
-        """Send parts to a rank, and get another's: return the bytes of its first part; the rest is in `places`."""
-        first, size = torch.empty(0, dtype=torch.uint8), torch.tensor([part.numel() for part in parts[:1]])
-        send, receive = torch.distributed.isend, torch.distributed.recv
-        sent: list[Any] = [send(each, to, self._group, n) for n, each in enumerate([size, *parts] if parts else [])]
-        if source is not None:
-            receive(size := torch.zeros(1, dtype=torch.int64), source, self._group, 0)
-            first = torch.empty(int(size), dtype=torch.uint8)
-            for tag, each in enumerate((first, *places), 1):
-                receive(each, source, self._group, tag)
-        for each in sent:
+    def send(self, to: int, payload: bytes, parts: Sequence[torch.Tensor]) -> None:
+        """Begin to send bytes and tensors to a rank; the latter stay as they are until `finish`."""
+        every = (torch.tensor([len(payload)]), torch.frombuffer(bytearray(payload), dtype=torch.uint8), *parts)
+        self._sent = [torch.distributed.isend(each, to, self._group, tag) for tag, each in enumerate(every)]
+
+    def receive(self, source: int, places: Sequence[torch.Tensor]) -> bytes:
+        """Return the bytes that a rank sends; its tensors get their places."""
+        torch.distributed.recv(size := torch.tensor([0]), source, self._group, 0)
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        for tag, each in enumerate((payload, *places), 1):
+            torch.distributed.recv(each, source, self._group, tag)
+        return payload.numpy().tobytes()
+
+    def finish(self) -> None:
+        """Wait for what was sent."""
+        for each in self._sent:
             each.wait()
-        return first.numpy().tobytes()

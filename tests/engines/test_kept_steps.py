@@ -5,7 +5,6 @@ With buddies there is one too if the memory of one of them is lost as well.
 
 import itertools
 import os
-import pickle
 import random
 import threading
 from contextlib import nullcontext
@@ -17,10 +16,11 @@ import torch
 
 from bridge_fgo.engines import buddies, kept_steps
 from bridge_fgo.engines.buddies import Buddy
-from bridge_fgo.engines.kept_steps import PAGE, KeptSteps
+from bridge_fgo.engines.kept_steps import PAGE, WARDS, KeptSteps, common_start, layout_of
 from bridge_fgo.memory.slab import Slab
 
 SLABS, RANKS, STARTS = 3, 2, 5
+LAYOUTS = [layout_of((), rank, RANKS) for rank in range(RANKS)]
 BUILT = 250
 """What states are as an optimizer is built: of no step."""
 
@@ -41,17 +41,14 @@ class Files:
 
     def whole(self):
         """Return the steps that a start finds, each with what its buffers have: own ones, and those of the ward."""
-        kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, self, f"job of {self.rank}")
-        places = [("states", 0), ("states", SLABS), None, ("held", 0), ("held", SLABS)]
+        kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, self, LAYOUTS[self.rank])
 
         def of(name, number):
             return set(os.pread(self.by_name[name], PAGE, PAGE * number))
 
-        def own(table):
-            return [of(places[copy][0], places[copy][1] + number) for number, copy in enumerate(table)]
-
-        found = {step: own(payload.table) for step, (_, payload) in kept.found.items()}
-        return found, {s: [of(f"buddy{slot}", n) for n in range(SLABS)] for s, (slot, _) in kept.of_ward.items()}
+        found = {s: [of(f"states{copy}", n) for n, copy in enumerate(own.table)] for s, own in kept.found.items()}
+        wards = kept._records(WARDS, LAYOUTS[1 - self.rank])
+        return found, {s: [of(f"buddy{each.slot}", n) for n in range(SLABS)] for s, each in wards.items()}
 
 
 class FakeSlab:
@@ -153,7 +150,12 @@ class Rounds(Buddy):
 
     def __init__(self, rank, every, whole, moment, mail):
         self.rank, self.buddy, self.ward, self.every = rank, 1 - rank, 1 - rank, every
-        self.begun, self.whole, self.sizes_of_ward = whole, whole, [PAGE] * SLABS
+        self.begun, self.whole, self.sizes_of_ward, self.layout_of_ward = (
+            whole,
+            whole,
+            [PAGE] * SLABS,
+            LAYOUTS[1 - rank],
+        )
         self.moment, self.mail, self.act = moment, mail, None
 
     def begin(self, step, act):
@@ -167,22 +169,23 @@ class Rounds(Buddy):
                 self.whole, self.act = self.begun, None
             self.moment()
 
-    def swap(self, to, parts, source, places):
-        if parts:
-            self.mail[to] = parts
-        first = torch.empty(0)
-        if source is not None:
-            while self.rank not in self.mail:
-                self.moment()
-            first, *rest = self.mail[self.rank]
-            for place, part in zip(places, rest, strict=True):
-                for half in (slice(0, PAGE // 2), slice(PAGE // 2, PAGE)):
-                    place[half] = part[half]
-                    self.moment()
-            del self.mail[self.rank]
-        while to in self.mail:
+    def send(self, to, payload, parts):
+        self.mail[to] = payload, parts
+
+    def receive(self, source, places):
+        while self.rank not in self.mail:
             self.moment()
-        return first.numpy().tobytes()
+        payload, parts = self.mail[self.rank]
+        for place, part in zip(places, parts, strict=True):
+            for half in (slice(0, PAGE // 2), slice(PAGE // 2, PAGE)):
+                place[half] = part[half]
+                self.moment()
+        del self.mail[self.rank]
+        return payload
+
+    def finish(self):
+        while self.buddy in self.mail:
+            self.moment()
 
 
 def train(kept, slabs, copies, turns, generator, step, updates, touches):
@@ -191,7 +194,8 @@ def train(kept, slabs, copies, turns, generator, step, updates, touches):
     touches: how often in a pass somebody uses a slab, which is copied out once more.
     """
     while step + 1 < len(updates):
-        kept.capture(step, b"", lambda step=step: {"step": step}, ())
+        if kept.protected is None or kept.protected.step != step:  # else the rank has gone on from it
+            kept.capture(step, str(step).encode(), ())
         for slab in slabs:  # the pass begins; what is on the host already may be copied once more
             if slab.sent != slab.gpu or generator.random() < 0.3:
                 copies.copy_out(slab)
@@ -219,15 +223,16 @@ def start(files, turns, common, updates, rounds=None, held=None, lacking=()):
     """Return what a rank trains with after a start from a step."""
     slabs = [FakeSlab() for _ in range(SLABS)]
     copies = LateCopies(turns.moment)
-    kept = KeptSteps(slabs, copies, files, f"job of {files.rank}", rounds)
+    kept = KeptSteps(slabs, copies, files, LAYOUTS[files.rank], rounds)
     if lacking:
-        kept.restore(rounds, common, lacking)
-    kept.take_buffers(common, held)
+        kept.restore(common, lacking)
+    kept.protect(common, held)
+    kept.take_buffers()
     for slab in slabs:
         copies.copy_out(slab)  # the optimizer is built
     copies.finish_out()
     if common is not None:
-        assert pickle.loads(kept.found[common][1].small) == {"step": common}
+        assert kept.found[common].small == str(common).encode()
         kept.adopt()
     for slab in slabs:
         slab.gpu = slab.sent = updates[common or 0]
@@ -316,20 +321,19 @@ def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_com
         seen, most = 0, generator.randint(300, 900)
         turns = Turns(generator, look)
         monkeypatch.setattr(torch.distributed, "all_reduce", Votes(turns.moment).all_reduce)
-        own = [set(each.whole()[0]) for each in files]
-        step, held, lacking = max(own[0] & own[1], default=None), None, []
         if loses:
             lost = generator.randrange(RANKS)
-            step, lacking, files[lost] = newest[lost], [lost], Files(lost)
+            files[lost] = Files(lost)
+        whole = [each.whole() for each in files]
+        step, lacking, held = common_start([set(own) for own, _ in whole], [set(kept) for _, kept in reversed(whole)])
+        if loses:
+            assert (step, lacking) == (newest[lost], [lost])
             goes_on.append(step)
-        else:
-            held = max(set.intersection(*own, *(set(each.whole()[1]) for each in files)), default=None)
         mail, members, training = {}, [None] * RANKS, {0, 1}
         rounds = [Rounds(rank, every, -1 if held is None else held, turns.moment, mail) for rank in range(RANKS)]
 
         def begin(rank):
-            stays = step if held is None else held
-            members[rank] = start(files[rank], turns, step, updates, rounds[rank], stays, lacking)
+            members[rank] = start(files[rank], turns, step, updates, rounds[rank], held, lacking)
 
         def act(rank, own):
             train(*members[rank], turns, own, step or 0, updates, touches)
@@ -382,3 +386,12 @@ def test_a_buddy_has_the_place_of_its_rank_on_the_next_node_and_other_nodes_are_
     for nodes in (["a", "a"], ["a", "a", "b"]):
         with pytest.raises(ValueError, match=r"copies_to_buddy_every=5: it needs two nodes .* set it to None"):
             buddies.buddies(nodes, 5)
+
+
+def test_ranks_start_from_the_newest_step_that_each_of_them_or_its_buddy_has():
+    nobody = [set(), set()]
+    assert common_start([{4, 5}, {5, 6}], nobody) == (5, [], None)
+    assert common_start([{4}, {5}], nobody) == (None, [], None)
+    assert common_start([{4, 8, 9}, {4, 8, 9}], [{4, 8}, {4}]) == (9, [], 4)
+    assert common_start([{4, 8, 9}, set()], [set(), {4, 8}]) == (8, [1], None)
+    assert common_start([{8}, set()], [set(), {4}]) == (None, [], None)
