@@ -192,7 +192,7 @@ VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "offload", "reload", "only", "asleep", "checkpointing", "close")),
     *(f"Residency.{name}" for name in ("keep", "weights", "_selection")),
     *(f"TrainerMemory.{name}" for name in ("__init__", "_make")),
-    *(f"CollectiveMoves.{name}" for name in ("__init__", "offload", "reload", "only", "as_before")),
+    *("offload", "reload", "only", "as_before"),
     *(f"WeightSets.{name}" for name in ("__init__", "keep", "swapped", "_find", "_swap_in", "_swap_out")),
     "HostBudget.__init__",
     "offloader_of",
