@@ -18,7 +18,7 @@ from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
-from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
+from bridge_fgo.sleep.rounding import Rounding, rounding_of
 from bridge_fgo.sleep.state_offloader import StateOffloader
 
 RELOADED_BY = "Residency.reload('params')"
@@ -404,7 +404,7 @@ class WeightOffloader:
                 copied += slab.copy_in()
         if roundings:
             assert self._states is not None
-            copied += round_again(roundings, self._states)
+            copied += self._states.round_again(pair for rounding in roundings for pair in rounding.pairs)
         return copied
 
     # On the host.
