@@ -41,7 +41,7 @@ from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
-from bridge_fgo.states.masters import MasterCopy  # noqa: E402
+from bridge_fgo.states.distributed import McoreSource  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),
@@ -49,7 +49,7 @@ POINTS = {
     "a forward": (CpuTraining, "_forward_step"),
     "the reload begins": (Session, "reload"),
     "the update of a part": (InnerStep, "update"),
-    "a part's copy to the model": (MasterCopy, "copy_part"),
+    "a part's copy to the model": (McoreSource, "copy_part"),
     "the packing of masters": (Remainders, "encode"),
     "the unpacking of masters": (Remainders, "decode"),
     "a copy out": (Transfers, "copy_out"),

@@ -23,7 +23,7 @@ that were measured in an earlier step, one in which everything was released thro
     starts their copies out, while the next slabs are copied in. Copies out that have no copies in to run beside are
     left to the next pass (2a), which hides them: whatever waits for the whole device between steps (mcore's timers, in
     each step that is logged) would wait for them. `NativeEngine.write_back` then copies the masters to weights that
-    `MasterCopy.copy_part` has not written.
+    `McoreSource.copy_part` has not written.
 8.  The step ends: `NativeEngine.settle` waits for copies in that nothing used. In `NativeEngine.end_step` >
     `Schedule.end_step` peaks that were measured give a plan for the steps that follow; otherwise the peak of the step
     is compared with what its plan keeps under.
