@@ -40,8 +40,8 @@ from bridge_fgo.memory.slab import StillShared  # noqa: E402
 from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
-from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
 from bridge_fgo.states.distributed import McoreSource  # noqa: E402
+from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),
@@ -197,7 +197,7 @@ VERBS_OWN = {
     "HostBudget.__init__",
     "offloader_of",
     "WeightOffloader.reload",
-    "buffer_slab.<locals>.gather",
+    "WeightSlab.gather",
     "WeightSlab.forget_masters",
     "require_match",
     "verb.<locals>.run",

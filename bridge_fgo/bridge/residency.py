@@ -30,7 +30,7 @@ from bridge_fgo.sleep.moved import Kind, Kinds, Moved, wait_for_gpu
 from bridge_fgo.sleep.moves import Grads, Selection, select, verb
 from bridge_fgo.sleep.refusals import refuse_models
 from bridge_fgo.sleep.trainer_memory import TrainerMemory
-from bridge_fgo.sleep.weight_offloader import HostParam, Where
+from bridge_fgo.sleep.weight_offloader import HostParam, WeightSlab, Where
 from bridge_fgo.sleep.weight_sets import WeightSets
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
@@ -192,8 +192,8 @@ class Residency:
         """Do as `reload`, but of "params" only with DDP's buffers, whole, and other parameters that train."""
 
         def selection() -> Selection:
-            selected, trained = select(self._memory, kinds), self._memory.weights.trained
-            units = [unit for unit in selected.units if unit.kind != "params" or unit in trained]
+            selected = select(self._memory, kinds)
+            units = [unit for unit in selected.units if not isinstance(unit, WeightSlab) or unit.trains]
             return selected._replace(units=units)
 
         return moves.reload(self._memory, selection)

@@ -98,12 +98,12 @@ class Wake(NamedTuple):
 
 
 @verb
-def offload(memory: TrainerMemory, select: Callable[[], Selection], grads: Grads) -> Moved:
+def offload(memory: TrainerMemory, chosen: Callable[[], Selection], grads: Grads) -> Moved:
     """Offload what is selected; see `Residency.offload`."""
     weights = memory.weights
 
     def prepare() -> tuple[tuple[list[Unit], Tally], tuple[bool, bool]]:
-        selected = select()
+        selected = chosen()
         units = [unit for unit in selected.units if unit.is_here]
         require_no_backward(memory, units, grads)
         require_movable(memory, units, grads)
@@ -129,12 +129,12 @@ def offload(memory: TrainerMemory, select: Callable[[], Selection], grads: Grads
 
 
 @verb
-def reload(memory: TrainerMemory, select: Callable[[], Selection]) -> Moved:
+def reload(memory: TrainerMemory, chosen: Callable[[], Selection]) -> Moved:
     """Reload what is selected; see `Residency.reload`."""
     weights = memory.weights
 
     def look() -> tuple[tuple[list[Unit], list[WeightSlab], Tally], Wake]:
-        selected = select()
+        selected = chosen()
         units, slabs = [unit for unit in selected.units if unit.is_away], weights_of(selected.units)
         wakes_params = any(slab.is_away for slab in slabs)
         needs_weights = memory.states in units and memory.lacks_weights
@@ -173,13 +173,13 @@ def reload(memory: TrainerMemory, select: Callable[[], Selection]) -> Moved:
 
 
 @contextmanager
-def only(memory: TrainerMemory, select: Callable[[], Selection], grads: Grads) -> Iterator[Moved]:
+def only(memory: TrainerMemory, chosen: Callable[[], Selection], grads: Grads) -> Iterator[Moved]:
     """Context in which the selected units alone are on the GPU; see `Residency.only`."""
     selected = Selection(())
 
     def others() -> Selection:
         nonlocal selected
-        selected = select()
+        selected = chosen()
         staying = set(selected.units)
         return Selection([unit for unit in memory.units if unit not in staying], selected.matches)
 
