@@ -40,8 +40,8 @@ from bridge_fgo.memory.slab import StillShared  # noqa: E402
 from bridge_fgo.memory.transfers import Transfers  # noqa: E402
 from bridge_fgo.offload.snapshot import Snapshot  # noqa: E402
 from bridge_fgo.sleep.moved import KINDS  # noqa: E402
+from bridge_fgo.states.distributed import McoreSource  # noqa: E402
 from bridge_fgo.states.inner_step import InnerStep  # noqa: E402
-from bridge_fgo.states.masters import MasterCopy  # noqa: E402
 
 POINTS = {
     "the offload begins": (Session, "begin_pass"),
@@ -49,7 +49,7 @@ POINTS = {
     "a forward": (CpuTraining, "_forward_step"),
     "the reload begins": (Session, "reload"),
     "the update of a part": (InnerStep, "update"),
-    "a part's copy to the model": (MasterCopy, "copy_part"),
+    "a part's copy to the model": (McoreSource, "copy_part"),
     "the packing of masters": (Remainders, "encode"),
     "the unpacking of masters": (Remainders, "decode"),
     "a copy out": (Transfers, "copy_out"),
@@ -192,12 +192,12 @@ VERBS_OWN = {
     *(f"Residency.{name}" for name in ("__init__", "offload", "reload", "only", "asleep", "checkpointing", "close")),
     *(f"Residency.{name}" for name in ("keep", "weights", "_selection")),
     *(f"TrainerMemory.{name}" for name in ("__init__", "_make")),
-    *(f"CollectiveMoves.{name}" for name in ("__init__", "offload", "reload", "only", "as_before")),
+    *("offload", "reload", "only", "as_before"),
     *(f"WeightSets.{name}" for name in ("__init__", "keep", "swapped", "_find", "_swap_in", "_swap_out")),
     "HostBudget.__init__",
     "offloader_of",
     "WeightOffloader.reload",
-    "buffer_slab.<locals>.gather",
+    "WeightSlab.gather",
     "WeightSlab.forget_masters",
     "require_match",
     "verb.<locals>.run",

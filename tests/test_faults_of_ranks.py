@@ -158,7 +158,7 @@ def test_what_fails_on_one_rank_in_a_verb_fails_on_all_of_them_and_all_can_be_br
     if parallel == "DP":  # where all places are tried
         assert {"Rounding.agrees", "Transfers.copy_out", "StorageSlab.empty"} <= reached["offload"]
         assert {"StorageSlab.copy_out", "StorageSlab.map_host"} <= reached["offload, gradients kept"]
-        assert {"round_again", "Transfers.copy_in", "StateOffloader.finish_reload"} <= reached["reload"]
+        assert {"StateOffloader.round_again", "Transfers.copy_in", "StateOffloader.finish_reload"} <= reached["reload"]
         assert {"WeightSet.__init__", "StorageSlab.copy_out"} <= reached["keep"]
         assert {"NativeEngine.close", "Slab.close"} <= reached["close"]
         swap_out = {f"WeightSets._swap_out.<locals>.{name}" for name in ("swap", "end")}

@@ -28,9 +28,9 @@ class ModelPoints:
         self._layers: weakref.WeakKeyDictionary[Module, list[Layer]] = weakref.WeakKeyDictionary()
         self._hook = PointHook(None)
 
-    def begin_pass(self, is_watching: bool = False) -> None:
-        """Begin a pass, perhaps anew; if `is_watching`, only forwards of layers that are watched are points."""
-        self._hook.begin_pass(is_watching)
+    def begin_pass(self) -> None:
+        """Begin a pass, perhaps anew."""
+        self._hook.begin_pass()
 
     @contextmanager
     def hooked(self, model: Any, point: Point | None) -> Iterator[None]:
@@ -41,7 +41,7 @@ class ModelPoints:
                 if chunk not in self._layers:
                     self._layers[chunk] = layers(chunk)
                 every += self._layers[chunk]
-        self._hook = hook = PointHook(point, every, is_watching=self._hook.is_watching)
+        self._hook = hook = PointHook(point, every)
         try:
             yield
         finally:
@@ -49,58 +49,28 @@ class ModelPoints:
 
 
 class PointHook:
-    """The hooks of one training step on all layers of the rank, `every`, which are numbered by their places.
+    """The hooks of one training step on all layers of the rank, `every`, which are numbered by their places."""
 
-    If `is_watching`, the first pass is expected to be watched, so that hooks need not be registered anew.
-    """
-
-    def __init__(self, point: Point | None, every: Sequence[Layer] = (), is_watching: bool = False) -> None:
+    def __init__(self, point: Point | None, every: Sequence[Layer] = ()) -> None:
         self._point = point
-        self._every = every
         self._handles: list[RemovableHandle] = []
-        self.is_watching = is_watching  # whether the newest pass has only the forwards of some layers reported
-        self._start()
-        self._hang()
+        self.begin_pass()
+        for number, layer in enumerate(every):
+            hook = partial(self.before_forward, number, layer)
+            self._handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _start(self) -> None:
+    def begin_pass(self) -> None:
+        """Forget what was live in an earlier pass of the step."""
         self._live = 0
         # bytes of the forwards of a layer, by its number, that are run again before their backward
         self._recomputed: defaultdict[int, deque[int]] = defaultdict(deque)
 
-    def begin_pass(self, is_watching: bool) -> None:
-        """Forget what was live in an earlier pass of the step; `is_watching` as in `ModelPoints.begin_pass`."""
-        self._start()
-        if self.is_watching != is_watching:
-            self.is_watching = is_watching
-            self._hang()
-
-    def _hang(self) -> None:
-        """Register the hooks that a pass of this sort needs, in place of others."""
-        self._take_down()
-        for number, layer in enumerate(self._every):
-            if self.is_watching and not layer.is_watched:
-                continue
-            hook = partial(self._watch, number) if self.is_watching else partial(self.before_forward, number, layer)
-            self._handles.append(layer.module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def _take_down(self) -> None:
+    def end(self) -> None:
+        """End the step, also for copies of the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-    def end(self) -> None:
-        """End the step, also for copies of the hooks."""
-        self._take_down()
-        self._point, self._every = None, ()
-
-    def _watch(self, number: int, module: Module, args: Any, kwargs: Any) -> None:
-        if self._point is None:
-            return
-        nbytes = 0
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Tensor):
-                nbytes += value.nbytes
-        self._point(Mark(number, nbytes, 0))
+        self._point = None
 
     def before_forward(self, number: int, layer: Layer, module: Module, args: Any, kwargs: Any) -> None:
         """Report that a layer's forward begins, and that its backward has ended once its input has a gradient.
@@ -119,7 +89,7 @@ class PointHook:
         has_backward = differentiable is not None and torch.is_grad_enabled()
         earlier = self._recomputed[number]
         live = self._live if has_backward and earlier else self._live + nbytes
-        if not self._point(Mark(number, nbytes, live, layer.is_watched)):
+        if not self._point(Mark(number, nbytes, live)):
             return  # a layer that is captured into a graph runs only once in Python
         self._live = live
         if not has_backward:
@@ -152,9 +122,6 @@ class Layer(NamedTuple):
 
     module: Module
     is_sized: bool = True  # whether its inputs have one shape for batches of one shape; an expert's have not
-    # Whether its forward is compared if nothing moves. Inputs of an expert, or of a layer's child, follow from the
-    # layer's, and each call costs the host some microseconds.
-    is_watched: bool = True
 
 
 ENOUGH_LAYERS = 16  # of so many layers children report no points, as each takes the host some microseconds
@@ -171,12 +138,10 @@ def layers(chunk: Module) -> list[Layer]:
     lists = [module for module in chunk.modules() if isinstance(module, torch.nn.ModuleList)]
     for members in lists:
         found.update((id(layer), layer) for layer in members)
-    beside = {id(module): module for module in _beside_lists(chunk)}
-    watched = found.keys() | beside.keys()
     if len(found) <= ENOUGH_LAYERS:
         for layer in [layer for layer in found.values() if layer is not chunk]:
             found.update((id(child), child) for child in layer.children() if _has_parameters(child))
-    found |= beside
+    found.update((id(module), module) for module in _beside_lists(chunk))
     # mcore's own CUDA graphs of layers (`cuda_graph_impl="local"`) take no hooks but DDP's on what they hold. Its fused
     # modules (`TEFusedMLP`, `TEFusedResidualRMSNorm`) warn of others than these, and copy them for good.
     unhookable = {
@@ -187,11 +152,7 @@ def layers(chunk: Module) -> list[Layer]:
     }
     within = {id(inner) for members in lists for layer in members for inner in layer.modules() if inner is not layer}
     routed = {id(inner) for members in lists if id(members) in within for layer in members for inner in layer.modules()}
-    return [
-        Layer(module, is_sized := key not in routed, is_sized and key in watched)
-        for key, module in found.items()
-        if key not in unhookable
-    ]
+    return [Layer(module, key not in routed) for key, module in found.items() if key not in unhookable]
 
 
 def _beside_lists(module: Module) -> Iterator[Module]:

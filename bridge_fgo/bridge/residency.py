@@ -1,6 +1,6 @@
 """The user's class: which of a model's parameters, gradients and optimizer state are on the GPU, between steps.
 
-It is a facade over `sleep.trainer_memory`, which finds what moves, `sleep.collective_moves`, which moves it on all
+It is a facade over `sleep.trainer_memory`, which finds what moves, `sleep.moves`, which moves it on all
 ranks, `sleep.weight_sets`, and `bridge.session`, which drives training steps.
 """
 
@@ -23,15 +23,14 @@ from bridge_fgo.bridge.session import Session, active_session
 from bridge_fgo.bridge.settings import is_installed
 from bridge_fgo.config import OffloadConfig, readable
 from bridge_fgo.engines.ranks import collectives, gather_or_raise, on_every_rank
+from bridge_fgo.sleep import moves
 from bridge_fgo.sleep.checks import wrapped_models
-from bridge_fgo.sleep.collective_moves import CollectiveMoves, verb
 from bridge_fgo.sleep.host_budget import limit_bytes
-from bridge_fgo.sleep.local_moves import Grads
 from bridge_fgo.sleep.moved import Kind, Kinds, Moved, wait_for_gpu
+from bridge_fgo.sleep.moves import Grads, Selection, select, verb
 from bridge_fgo.sleep.refusals import refuse_models
-from bridge_fgo.sleep.selection import Selection, select
 from bridge_fgo.sleep.trainer_memory import TrainerMemory
-from bridge_fgo.sleep.weight_offloader import HostParam, Where
+from bridge_fgo.sleep.weight_offloader import HostParam, WeightSlab, Where
 from bridge_fgo.sleep.weight_sets import WeightSets
 
 _open = weakref.WeakSet["Residency"]()  # those that are not closed; the hooks on its model keep each alive
@@ -90,7 +89,6 @@ class Residency:
             self._memory = memory = TrainerMemory(
                 chunks, optimizer, self._settings, min(limits), frozen_folder, self._gradients_ready
             )
-            self._moves = CollectiveMoves(memory)
             self._sets = WeightSets(memory, lambda: active_session() is not None)
             if max(map(sum, memory.unhosted_by_rank)):
                 params, states = map(readable, max(memory.unhosted_by_rank, key=sum))
@@ -175,7 +173,7 @@ class Residency:
                 cannot be offloaded as it is; or a parameter is not one of those that the Residency was made with, or
                 it is closed. Nothing has moved. Or another rank failed on the way.
         """
-        return self._moves.offload(self._selection(kinds, more, where), grads)
+        return moves.offload(self._memory, self._selection(kinds, more, where), grads)
 
     def reload(self, kinds: Kinds = "all", *more: Kind, where: Where | None = None) -> Moved:
         """Reload "params", "grads" or "optimizer" to the GPU, named and chosen as for `offload`.
@@ -188,17 +186,17 @@ class Residency:
             torch.OutOfMemoryError: there is no memory. What was not reloaded is away as before.
             RuntimeError: another rank failed. Parameters are away as before, here too. Or the Residency is closed.
         """
-        return self._moves.reload(self._selection(kinds, more, where))
+        return moves.reload(self._memory, self._selection(kinds, more, where))
 
     def reload_trained(self, kinds: Kinds) -> Moved:
         """Do as `reload`, but of "params" only with DDP's buffers, whole, and other parameters that train."""
 
         def selection() -> Selection:
-            selected, trained = select(self._memory, kinds), self._memory.weights.trained
-            units = [unit for unit in selected.units if unit.kind != "params" or unit in trained]
+            selected = select(self._memory, kinds)
+            units = [unit for unit in selected.units if not isinstance(unit, WeightSlab) or unit.trains]
             return selected._replace(units=units)
 
-        return self._moves.reload(selection)
+        return moves.reload(self._memory, selection)
 
     def only(self, kinds: Kinds = (), *more: Kind, grads: Grads = "drop", where: Where | None = None) -> Any:
         """Context in which these kinds alone are on the GPU; afterwards everything is where it was before.
@@ -209,7 +207,7 @@ class Residency:
         If the block raises, what was reloaded is offloaded again, and what was offloaded stays away, as its reload
         may be a collective: a note on the error says so. `reload` on every rank ends it.
         """
-        return self._moves.only(self._selection(kinds, more, where), grads)
+        return moves.only(self._memory, self._selection(kinds, more, where), grads)
 
     def asleep(self, grads: Grads = "drop") -> Any:
         """Context in which nothing is on the GPU; afterwards everything is where it was before, as with `only`."""
@@ -224,7 +222,7 @@ class Residency:
         """
         if self._memory.is_closed:
             return
-        self._moves.reload(self._selection("all"))
+        moves.reload(self._memory, self._selection("all"))
         on_every_rank(self._let_go)
         self._memory.is_closed = True
         _open.discard(self)
@@ -366,8 +364,8 @@ class Residency:
             states.require_whole()
             return Selection(memory.weights.slabs)
 
-        with self._moves.as_before():  # what is loaded is loaded to the host
-            self._moves.reload(needed)
+        with moves.as_before(memory):  # what is loaded is loaded to the host
+            moves.reload(self._memory, needed)
             with nullcontext() if states is None else states.lease.serve():
                 yield
 

@@ -196,10 +196,9 @@ class Session:
         if self.gradients is not None:
             assert isinstance(self.engine, NativeEngine)
             self.gradients.begin_pass()
-            self.engine.schedule.reports_points = self.gradients.offloads
         self.engine.begin_pass(is_like_others=is_replayed or not self._is_captured)
         self._poll()
-        self._points.begin_pass(self.engine.checks_inputs_only)
+        self._points.begin_pass()
 
     def _poll(self) -> None:
         if self.survival is not None and self.survival.kept is not None:

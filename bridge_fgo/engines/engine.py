@@ -29,7 +29,6 @@ class Engine(ABC):
     traffic: Traffic  # what has moved so far, and what it cost the host
     pin_seconds = 0.0  # host time that page-locking took, before training
     watches_points = False  # whether `point` is of use
-    checks_inputs_only = False  # whether every state stays in this pass; only input sizes are checked
     awaits_ranks = False  # whether `end_step` is a collective of all ranks
     is_torn = False  # whether an error ended an optimizer step between the updates of two parameters
     is_lost = False  # whether a move was interrupted, so that nothing may use the states any more
@@ -82,10 +81,7 @@ class Engine(ABC):
         """Free GPU memory: nothing reads the states any more until the optimizer steps."""
 
     def point(self, mark: Mark) -> bool:
-        """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph.
-
-        If the engine `checks_inputs_only`, watched forwards are the only points, and nothing counts as live.
-        """
+        """Let states move at a point of the model; return False, and move nothing, in the capture of a CUDA graph."""
         return True
 
     @abstractmethod

@@ -10,7 +10,6 @@ Upstream's code copies, pins, and keeps to no budget. Each member supplies the w
   restore what they read.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, override
 
@@ -25,8 +24,11 @@ from bridge_fgo.states.distributed import MegatronSource, live_bytes
 from bridge_fgo.states.source import Source
 
 
-class Member(ABC):
-    """Drives the offloader that mcore built into one DistributedOptimizer. The verbs are those of an engine."""
+class Member:
+    """What the drivers of both generations have: the states of one DistributedOptimizer, and what of them is away.
+
+    Each drives the offloader that mcore built into the optimizer. Its verbs are those of an engine.
+    """
 
     name: str  # what the engine is called
     verbs: tuple[str, ...]  # methods by which a DistributedOptimizer class with upstream's offloader is known
@@ -45,10 +47,6 @@ class Member(ABC):
     def is_available(cls, optimizer_class: type) -> bool:
         """Return whether a DistributedOptimizer class has the offloader's verbs."""
         return all(hasattr(optimizer_class, verb) for verb in cls.verbs)
-
-    @abstractmethod
-    def host_buffers(self) -> list[Any]:
-        """Return upstream's page-locked host tensors."""
 
     def existing_bytes(self) -> int:
         """Return the bytes of the states that exist, wherever they are."""
@@ -69,30 +67,6 @@ class Member(ABC):
         self._traffic.released -= self._away
         self._away = 0
 
-    @abstractmethod
-    def offload(self) -> None:
-        """Start the copies to the host."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the GPU memory, and count what is off the GPU."""
-
-    @abstractmethod
-    def reload(self) -> None:
-        """Start the copies to the GPU, and count them."""
-
-    @abstractmethod
-    def require_readable(self) -> None:
-        """Make the states readable for work that the current stream gets from now on."""
-
-    @abstractmethod
-    def require_writable(self) -> None:
-        """Make them writable too: what is written is not on the host."""
-
-    def settle(self) -> None:
-        """End the moves of a training step."""
-        self.require_readable()
-
 
 class Generation1(SlabStateMachine, Member):
     """Drives it as one slab for all states of an optimizer built with `config.offload_optimizer_states=True`."""
@@ -104,8 +78,8 @@ class Generation1(SlabStateMachine, Member):
         SlabStateMachine.__init__(self, traffic.touches)
         Member.__init__(self, source, traffic)
 
-    @override
     def host_buffers(self) -> list[Any]:
+        """Return upstream's page-locked host tensors."""
         masters = [buffer for group in self._offloader._shard_fp32_from_float16_cpu_buffers for buffer in group]
         return masters + [b for by_key in self._offloader._opt_state_cpu_buffers.values() for b in by_key.values()]
 
@@ -144,6 +118,10 @@ class Generation1(SlabStateMachine, Member):
         # out would read states that have not landed. Upstream waits before the inner step alone.
         self._offloader.sync_before_step()
 
+    def settle(self) -> None:
+        """End the moves of a training step."""
+        self.require_readable()
+
 
 class Generation2(Member):
     """Drives it, in an optimizer that was built with `config.chunked_optimizer_state_offload=True`."""
@@ -161,43 +139,41 @@ class Generation2(Member):
         selected = {id(param) for param in self._offloader.selected_params}
         self.planned_bytes = sum(bundle.nbytes for bundle in self.states if id(bundle.param) in selected)
 
-    @override
     def host_buffers(self) -> list[Any]:
+        """Return upstream's page-locked host tensors."""
         states = [buffer for by_key in self._offloader._cpu_state.values() for buffer in by_key.values()]
         return [*self._offloader._cpu_master.values(), *states]
 
-    @override
     def offload(self) -> None:
+        """Start the copies to the host."""
         self.optimizer.offload_optimizer_state_for_forward(offload_master=not self._masters_are_read_late)
         self._is_out = True
 
-    @override
     def release(self) -> None:
+        """Free the GPU memory, and count what is off the GPU."""
         if self._is_out:
             if self._masters_are_read_late:
                 self.optimizer.offload_optimizer_state_for_forward()
             self._count_away()
 
-    @override
     def reload(self) -> None:
+        """Start the copies to the GPU, and count them."""
         if self._is_out:
             self._count_back(self._bytes_off_gpu())
             self.optimizer.prefetch_optimizer_state_for_gradient_finalization()
             self._is_out = False
 
-    @override
     def require_readable(self) -> None:
+        """Make the states readable for work that the current stream gets from now on."""
         self.settle()
         # Race: upstream binds the moments to host tensors as soon as their copies are enqueued, and only its
         # sharded state dict waits for them; another reader would see torn bytes.
         self._offloader._d2h_stream.synchronize()
 
-    @override
     def require_writable(self) -> None:
         """Restore what is on its way: upstream's step and its loader bind the moments that they write themselves."""
         self.settle()
 
-    @override
     def settle(self) -> None:
         """Restore the masters; upstream keeps the moments in host memory between updates."""
         self.optimizer.ensure_master_weights_for_param_sync()
@@ -206,7 +182,7 @@ class Generation2(Member):
         torch.cuda.current_stream().wait_stream(self._offloader._h2d_stream)
 
 
-MEMBERS: dict[str, type[Member]] = {each.name: each for each in (Generation1, Generation2)}
+MEMBERS: dict[str, type[Generation1 | Generation2]] = {each.name: each for each in (Generation1, Generation2)}
 
 
 class McoreEngine(Engine):
@@ -220,7 +196,7 @@ class McoreEngine(Engine):
 
     def __init__(self, name: str, sources: Sequence[Source]) -> None:
         self.name, self.sources, self.traffic = name, list(sources), Traffic()
-        self._members: dict[Source, Member] = {}
+        self._members: dict[Source, Generation1 | Generation2] = {}
         for source in sources:
             if not isinstance(source, MegatronSource):
                 raise ValueError(
@@ -236,7 +212,7 @@ class McoreEngine(Engine):
         self.state_bytes = sum(each.state_bytes for each in self._of())
         self.planned_bytes = sum(each.planned_bytes for each in self._of())
 
-    def _of(self, source: Source | None = None) -> list[Member]:
+    def _of(self, source: Source | None = None) -> list[Generation1 | Generation2]:
         return list(self._members.values()) if source is None else [self._members[source]]
 
     @property

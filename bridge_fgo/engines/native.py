@@ -239,11 +239,6 @@ class NativeEngine(CheckpointingEngine):
 
     @property
     @override
-    def checks_inputs_only(self) -> bool:
-        return self.schedule.checks_inputs_only
-
-    @property
-    @override
     def awaits_ranks(self) -> bool:
         return self.schedule.holding.awaits_ranks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from bridge_fgo.memory.meters import Ledger, PeakMeter
@@ -17,12 +16,6 @@ class Mark(NamedTuple):
     layer: int  # its number, or `~number` if its backward has ended
     nbytes: int  # of the tensors that go into it
     live: int  # bytes that went into layers whose backward has not ended, this one's included until its own has
-    is_watched: bool = True  # whether passes in which nothing moves report it too; of a forward
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether passes in which nothing moves are compared by it: it is a forward that is watched."""
-        return self.layer >= 0 and self.is_watched
 
     def bounds(self, other: Mark) -> bool:
         """Return whether the other is of the same layer, which gets no more there, and no more is live."""
@@ -43,11 +36,6 @@ class MemoryProfile:
     def peak(self) -> int:
         """The peak of a run whose states are released throughout."""
         return max([*self.intervals, self.step])
-
-    @cached_property
-    def forwards(self) -> list[Mark]:
-        """Marks of the forwards that are watched, in their order; of a pass that is over."""
-        return [mark for mark in self.marks if mark.is_compared]
 
     def can_merge(self, other: MemoryProfile) -> bool:
         """Return whether the same layers passed in the same order, and at each point one pass was the larger one."""
@@ -81,14 +69,9 @@ class PassMatcher:
 
     A plan holds as long as every mark is bounded by that of the measured pass: then the pass needs no more memory up to
     the next point than was measured. Of several plans that hold, the one whose pass needed least is followed.
-
-    If `checks_inputs_only`, because every state stays, the forwards that are watched are the only points: to report
-    them takes the host a third of the time. In all passes of a kind a backward comes at the same place among the
-    forwards. So if no forward gets more, no more is live at any time, and backwards tell nothing more.
     """
 
-    def __init__(self, plans: Sequence[HoldPlan] = (), checks_inputs_only: bool = False) -> None:
-        self.checks_inputs_only = checks_inputs_only
+    def __init__(self, plans: Sequence[HoldPlan] = ()) -> None:
         self.marks: list[Mark] = []  # what has passed each point
         self._fitting = sorted(plans, key=lambda plan: sum(plan.profile.intervals))
 
@@ -99,23 +82,17 @@ class PassMatcher:
 
     def point(self, mark: Mark) -> HoldPlan | None:
         """Pass a point; return the plan that was followed up to it, if another one, or none, is from now on."""
-        if self.checks_inputs_only and not mark.is_compared:
-            return None
         place, fitting = len(self.marks), self._fitting
         self.marks.append(mark)
         self._fitting = [
-            plan
-            for plan in fitting
-            if place < len(measured := plan.profile.forwards if self.checks_inputs_only else plan.profile.marks)
-            and measured[place].bounds(mark)
+            plan for plan in fitting if place < len(plan.profile.marks) and plan.profile.marks[place].bounds(mark)
         ]
         return None if self._fitting[:1] == fitting[:1] else fitting[0]
 
     @property
     def is_shorter(self) -> bool:
-        """Whether every plan that holds is of a pass with more points than have been passed; only points tell."""
-        plans = () if self.checks_inputs_only else self._fitting
-        return bool(plans) and all(len(plan.profile.marks) > len(self.marks) for plan in plans)
+        """Whether every plan that holds is of a pass with more points than have been passed."""
+        return bool(self._fitting) and all(len(plan.profile.marks) > len(self.marks) for plan in self._fitting)
 
     def known(self, plan: HoldPlan, points: int, newest: int) -> MemoryProfile:
         """Return what is known of this pass from a plan that held for its first `points` points, point 0 included.

@@ -23,7 +23,7 @@ that were measured in an earlier step, one in which everything was released thro
     starts their copies out, while the next slabs are copied in. Copies out that have no copies in to run beside are
     left to the next pass (2a), which hides them: whatever waits for the whole device between steps (mcore's timers, in
     each step that is logged) would wait for them. `NativeEngine.write_back` then copies the masters to weights that
-    `MasterCopy.copy_part` has not written.
+    `McoreSource.copy_part` has not written.
 8.  The step ends: `NativeEngine.settle` waits for copies in that nothing used. In `NativeEngine.end_step` >
     `Schedule.end_step` peaks that were measured give a plan for the steps that follow; otherwise the peak of the step
     is compared with what its plan keeps under.
@@ -32,9 +32,7 @@ Slabs in a file (`memory.slab_file`) move alike, but no pass waits for the disk,
 out begins when a buffer is free (`SlabQueue.send`), a copy in when its bytes were read ahead (`SlabQueue.read_ahead`).
 
 If no measured pass covers a point (longer sequences, say), everything is released until the pass ends, and the pass is
-measured from that point on. If every state stays on the GPU, only forwards are reported, with the sizes of the layers'
-inputs. If one is larger than measured, everything is released until the pass ends, and the next passes report all of
-their points again.
+measured from that point on.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,9 +69,6 @@ class Schedule:
         self.recorder = PeakRecorder(meter, self.ledger)
         self._fresh = self._warm = False
         self._is_like_others = True
-        # whether passes report their points though nothing moves: one was larger than any measured one
-        self._wants_points = False
-        self.reports_points = False  # whether every pass is to report its points, for others to go by
         self.queue = SlabQueue(transfers, self.ledger, lambda text: holding.warn(text))
         self._overlap: int | None = None  # bytes whose copies in ended in the newest optimizer step; None: not known
         self._to_overlap = 0  # bytes of copies out to start in this optimizer step
@@ -120,14 +115,7 @@ class Schedule:
         self.transfers.begin_pass()
         self.recorder.begin_pass()
         plans = self.holding.plans_for(self.kind) if is_like_others else []
-        is_open = self.reports_points or self._wants_points or self._fresh
-        nothing_moves = not is_open and all(part.stays for part in self.parts)
-        self._start(PassMatcher(plans, checks_inputs_only=bool(plans) and nothing_moves))
-
-    @property
-    def checks_inputs_only(self) -> bool:
-        """Whether this pass need report watched forwards alone, because every state stays."""
-        return self._matcher.checks_inputs_only
+        self._start(PassMatcher(plans))
 
     def release(self) -> None:
         """Pass point 0: nothing reads the states any more until the optimizer steps."""
@@ -155,13 +143,9 @@ class Schedule:
             with self.transfers.on_compute_stream():
                 self.queue.send_unsent(updated_only=False)
         before = self._matcher.point(mark)
-        if before is None and self.checks_inputs_only:
-            return
         plan = self._plan
         if before is not None:
             is_lost = plan is None and recorder.profile is None
-            if is_lost and self.checks_inputs_only:  # to measure it takes all points: those of the passes after it
-                is_lost, self._wants_points = False, True
             newest = recorder.newest_others() if is_lost else 0
             with self.transfers.on_compute_stream():
                 self._change_plan(plan)
@@ -377,7 +361,7 @@ class Schedule:
             staying = self.holding.plan(self.parts, self.recorder.meter.expands)
             for position, part in enumerate(self.parts):
                 part.stays = position in staying
-            self._fresh, self._wants_points = True, False
+            self._fresh = True
         self.recorder.begin_pass()
         self._warm = self._warm or updated
 

@@ -98,17 +98,6 @@ def differing(kernel: StridedSum, pairs: Iterable[tuple[torch.Tensor, int, int]]
     return found
 
 
-def round_again(roundings: Sequence[Rounding], states: StateOffloader) -> int:
-    """Write the weights of several buffers, by mcore's own copy; return the bytes of masters that crossed the link.
-
-    For all buffers together, because a slab may hold masters of several and is reloaded once.
-    """
-    of_source: dict[MegatronSource, list[torch.Tensor]] = {}
-    for source, master, _ in (pair for rounding in roundings for pair in rounding.pairs):
-        of_source.setdefault(source, []).append(master)
-    return sum(states.round_again(source, masters) for source, masters in of_source.items())
-
-
 def rounding_of(buffer: Any, own: Sequence[Range], states: StateOffloader) -> Rounding | None:
     """Return how masters round to the weights of a buffer; None unless they round to each that a rank owns.
 

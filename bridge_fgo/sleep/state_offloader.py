@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,11 @@ class StateOffloader:
         # Debug mode overwrites the host's copies. Packed masters are reloaded with their weights.
         is_kept = self.engine.transfers.keeps_host_copies and not (lease.is_stepped or self.reads_weights)
         device = self.sources[0].device if self.sources else torch.device("cpu")
-        self._copies = HostCopies(self.engine.slabs if is_kept else [], device)
+        self._kept = self.engine.slabs if is_kept else []  # those that nothing else moves meanwhile
+        # The host has a current copy of a slab if the sum over its bytes is that of its reload.
+        self._digests: dict[Slab, int] = {}
+        self._sums: dict[Slab, torch.Tensor] = {}  # of the reload under way: int64 on the GPU, not waited for yet
+        digest_kernel(device)  # compiled before the first sleep
         let_go_for(self)
         lease.has_residency = True
 
@@ -123,8 +127,8 @@ class StateOffloader:
         if not self.lease.is_stepped:
             self.give_up_offload()  # an interrupted call may have left copies, which lack later updates
         self.engine.masters.remainders.locate()  # they may have been reloaded to another address
-        unchanged = self._copies.unchanged()
-        self._copies.forget()  # until the reload: an engine that is served may copy out again
+        unchanged = self._unchanged()
+        self.forget_copies()  # until the reload: an engine that is served may copy out again
         self._offloading.clear()
         self._cached = 0
         for slab in self.engine.slabs:
@@ -138,6 +142,13 @@ class StateOffloader:
                 while (is_new or slab.is_encoded) and len(self._offloading) >= MOST_IN_TRANSIT:
                     self._release_first()
         return self.engine.traffic.out - before
+
+    def _unchanged(self) -> set[Slab]:
+        """Return the slabs on the GPU that are as they were reloaded."""
+        known = [slab for slab in self._digests if _is_known(slab)]
+        tensors = [slab.gpu for slab in known if slab.gpu is not None]
+        sums = byte_sums(tensors).tolist() if tensors else []
+        return {slab for slab, digest in zip(known, sums, strict=True) if digest == self._digests[slab]}
 
     def end_offload(self) -> None:
         """Release all slabs, on the engine's training stream; the driver gets most of their memory meanwhile."""
@@ -170,18 +181,24 @@ class StateOffloader:
         """
         before = self.engine.traffic.back
         if not self.lease.is_stepped:
-            self._copies.reload_all()
+            # slabs that this call reloads; others may have been written since their copies
+            away = {slab for slab in self._kept if slab.state is SlabState.RELEASED}
+            for slab in landing(self._kept):  # the copies of the others go on while this one is summed
+                if slab in away and slab.gpu is not None and _is_known(slab):
+                    self._sums[slab] = byte_sums([slab.gpu])[0]
         self.engine.require_writable()
         self.lease.is_asleep = False
         return self.engine.traffic.back - before
 
     def finish_reload(self) -> None:
         """Note what `reload` has copied, so that unchanged states need not be copied again; the host waits for it."""
-        self._copies.finish_reload()
+        sums, self._sums = self._sums, {}
+        self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
     def forget_copies(self) -> None:
         """Copy all states in the next offload: something else has moved or updated them."""
-        self._copies.forget()
+        self._digests.clear()
+        self._sums.clear()
 
     # Weights that masters round to.
 
@@ -204,22 +221,26 @@ class StateOffloader:
             if (tensor := state.read()) is not None
         }
 
-    def round_again(self, source: MegatronSource, masters: Sequence[torch.Tensor]) -> int:
-        """Write the weights that some masters of a source round to; return the bytes that crossed the link.
+    def round_again(self, pairs: Iterable[tuple[MegatronSource, torch.Tensor, WeightShard]]) -> int:
+        """Write the weights that some masters round to, by mcore's own copy; return the bytes that crossed the link.
 
-        Slabs of masters that are away are reloaded one at a time and released at once: nothing has written them.
+        Slabs of masters that are away are reloaded one at a time, once for all weights, and released at once: nothing
+        has written them.
         """
         before = self.engine.traffic.back + self.engine.traffic.out
-        wanted = {id(master) for master in masters}
-        for slab in self.engine.slabs:
-            of_slab = [m for state in slab.states if (m := state.read()) is not None and id(m) in wanted]
-            if not of_slab or slab.state is SlabState.RESIDENT:
-                continue
-            wanted -= {id(master) for master in of_slab}
-            slab.require_readable()
-            source.round_again(of_slab)
-            slab.release_unchanged()
-        source.round_again([master for master in masters if id(master) in wanted])
+        of_source: dict[MegatronSource, dict[int, torch.Tensor]] = {}
+        for source, master, _ in pairs:
+            of_source.setdefault(source, {})[id(master)] = master
+        for source, masters in of_source.items():
+            for slab in self.engine.slabs:
+                of_slab = [m for state in slab.states if (m := state.read()) is not None and id(m) in masters]
+                if of_slab and slab.state is not SlabState.RESIDENT:
+                    slab.require_readable()
+                    source.round_again(of_slab)
+                    slab.release_unchanged()
+                    for master in of_slab:
+                        del masters[id(master)]
+            source.round_again(masters.values())
         return self.engine.traffic.back + self.engine.traffic.out - before
 
     def close(self) -> None:
@@ -227,49 +248,6 @@ class StateOffloader:
         stop_for(self)
         self.engine.host_room = math.inf  # the limit was the Residency's
         self.lease.end_sleeps()
-
-
-# Which slabs the host has as they are.
-
-
-class HostCopies:
-    """Tells which slabs the host has a current copy of, by a sum over the bytes of each that is taken on reload.
-
-    Nothing else may move the slabs meanwhile.
-    """
-
-    def __init__(self, slabs: Sequence[Slab], device: torch.device) -> None:
-        digest_kernel(device)  # compiled before the first sleep
-        self._slabs = slabs
-        self._digests: dict[Slab, int] = {}  # the sum over a slab's bytes after its reload
-        self._sums: dict[Slab, torch.Tensor] = {}  # of the reload under way: int64 on the GPU, not waited for yet
-
-    def forget(self) -> None:
-        """Forget all sums, because something else is about to move the slabs."""
-        self._digests.clear()
-        self._sums.clear()
-
-    def unchanged(self) -> set[Slab]:
-        """Return the slabs on the GPU that are as they were reloaded."""
-        known = [slab for slab in self._slabs if slab in self._digests and _is_known(slab)]
-        tensors = [slab.gpu for slab in known if slab.gpu is not None]
-        if not tensors:
-            return set()
-        sums = byte_sums(tensors).tolist()
-        return {slab for slab, digest in zip(known, sums, strict=True) if digest == self._digests[slab]}
-
-    def reload_all(self) -> None:
-        """Reload every slab that is away, and sum each while others are copied."""
-        # slabs that this call reloads; others may have been written since their copies
-        away = {slab for slab in self._slabs if slab.state is SlabState.RELEASED}
-        for slab in landing(self._slabs):  # the copies of the others go on while this one is summed
-            if slab in away and slab.gpu is not None and _is_known(slab):
-                self._sums[slab] = byte_sums([slab.gpu])[0]
-
-    def finish_reload(self) -> None:
-        """Note the sums of what was reloaded; the host waits for them."""
-        sums, self._sums = self._sums, {}
-        self._digests = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
 
 
 def _is_known(slab: Slab) -> bool:

@@ -109,7 +109,8 @@ class TrainerMemory:
         """
         states, weights = self.states, self.weights
         own = set(staying)
-        weights.keep_here([slab for slab in weights.slabs if slab in own or slab.place in alike])
+        for slab in weights.slabs:
+            slab.stays = slab in own or slab.place in alike
         left = self.budget.limit - sum(slab.host_bytes for slab in weights.slabs)
         if states is not None:
             left -= states.engine.host_bytes

@@ -18,7 +18,7 @@ from bridge_fgo.sleep.checkpoint_workers import let_go_for, stop_for
 from bridge_fgo.sleep.moved import RETURNED_BYTES, Kind, SideStream, Tally, return_to_driver, wait_for_gpu
 from bridge_fgo.sleep.quantized import ColumnwiseCopies
 from bridge_fgo.sleep.refusals import PLAIN
-from bridge_fgo.sleep.rounding import Rounding, round_again, rounding_of
+from bridge_fgo.sleep.rounding import Rounding, rounding_of
 from bridge_fgo.sleep.state_offloader import StateOffloader
 
 RELOADED_BY = "Residency.reload('params')"
@@ -45,8 +45,8 @@ class WeightSlab(StorageSlab):
 
     Args:
         tensor, name, ranges, named: as for `StorageSlab`; the ranges are what this rank copies.
-        gather: all-gathers what this rank does not copy; a collective.
         params: the parameters that lie there.
+        buffer: mcore's `_ParamAndGradBuffer`, whose parameters these are; None if they are in none.
         place: the same on all ranks of the gather, and for no other slab of theirs; None if this rank gathers alone.
     """
 
@@ -58,12 +58,13 @@ class WeightSlab(StorageSlab):
         name: str,
         ranges: Sequence[Range] | None = None,
         named: Iterable[Named] = (),
-        gather: Callable[[], None] = lambda: None,
         params: Sequence[NamedParam] = (),
+        buffer: Any = None,
         place: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(tensor, name, RELOADED_BY, ranges, named)
-        self.gather, self.params, self.place = gather, params, place
+        self.params, self.buffer, self.place = params, buffer, place
+        self.stays = False  # whether it never moves, as there is no host memory for it
         self.rounding: Rounding | None = None  # the masters that round to them, if there are any
         self.columnwise = ColumnwiseCopies(param for _, param in params)
         self.is_rounded = False  # whether masters, as they were offloaded or are here, round to exactly these weights
@@ -76,6 +77,11 @@ class WeightSlab(StorageSlab):
     def is_here(self) -> bool:
         """Whether they are on the GPU."""
         return not self.is_away
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is one of DDP's buffers, even if all its parameters were frozen since, or a parameter trains."""
+        return self.buffer is not None or any(param.requires_grad for _, param in self.params)
 
     @property
     def host_bytes(self) -> int:
@@ -113,6 +119,13 @@ class WeightSlab(StorageSlab):
         copied = self.copy_out()
         self.host_digests = sums
         return copied
+
+    def gather(self) -> None:
+        """All-gather what this rank does not copy; a collective."""
+        for bucket in self.buffer.buckets if self.place is not None else ():
+            # Not by `start_param_sync`: mcore's record of which gathers are due stays as it was.
+            data, ranks = bucket.param_data, self.buffer.data_parallel_group
+            torch.distributed.all_gather_into_tensor(data, data.chunk(ranks.size())[ranks.rank()], group=ranks)
 
     @override
     def close(self) -> None:
@@ -152,19 +165,12 @@ class WeightOffloader:
         digest_kernel(device)  # compiled before the first sleep
         self._chunks, self._device = chunks, device
         self._states: StateOffloader | None = None
-        with_weights = [(i, buffer) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
-        self._of_buffers = {buffer_slab(buffer, i, names): buffer for i, buffer in with_weights}
+        self._all = [buffer_slab(buffer, i, names) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         # for each parameter of DDP's buffers its `id`, and the `_cdata` of its storage
-        self._in_buffers = {
-            id(param): buffer.param_data.untyped_storage()._cdata
-            for _, buffer in with_weights
-            for param in buffer.params
-        }
-        self._others = self._make_others()
-        self.slabs = [*self._of_buffers, *self._others]  # those that move
+        self._in_buffers = {id(param): slab.storage._cdata for slab in self._all for _, param in slab.params}
+        self._all += self._outside()
         # those that packed masters need on the GPU to move: DDP's buffers, on all ranks alike
         self.read_by_masters: list[WeightSlab] = []
-        self._staying: list[WeightSlab] = []  # those that never move, as there is no host memory for them
         self._beside = SideStream(device)
         self.is_reloading_masters = False  # whether masters are being reloaded, so that nothing can write them yet
         # whether parameters were reloaded without their masters: then a copy of the shard is cheapest
@@ -175,46 +181,41 @@ class WeightOffloader:
 
         all_are_frozen: whether no optimizer updates those outside of DDP's buffers.
         """
-        trained = set() if all_are_frozen else self.trained
-        frozen = [slab for slab in self._others if slab not in trained]
+        own = [slab for slab in self._all if slab.buffer is None]
+        frozen = [slab for slab in own if all_are_frozen or not slab.trains]
         for slab in frozen:
             slab.folder = folder
         return sum(slab.nbytes for slab in frozen)
 
-    def keep_here(self, slabs: Sequence[WeightSlab]) -> None:
-        """Keep slabs on the GPU for good."""
-        staying = set(slabs)
-        self._staying, self.slabs = [*slabs], [slab for slab in self.slabs if slab not in staying]
+    @property
+    def slabs(self) -> list[WeightSlab]:
+        """The slabs that move."""
+        return [slab for slab in self._all if not slab.stays]
 
     def chosen(self, where: Where | None) -> tuple[list[WeightSlab], bool]:
         """Return the slabs that move for which a predicate holds, and whether it holds for any slab at all."""
         if where is None:
-            return [*self.slabs], True
+            return self.slabs, True
         if not callable(where):
             raise ValueError(f"where={where!r}: give a function of a parameter's name and the parameter")
         slabs = [slab for slab in self.slabs if slab.matches(where)]
-        return slabs, bool(slabs) or any(slab.matches(where) for slab in self._staying)
-
-    @property
-    def trained(self) -> set[WeightSlab]:
-        """DDP's buffers, even if all their parameters were frozen since, and others with a parameter that trains."""
-        return {*self._of_buffers, *(s for s in self._others if any(param.requires_grad for _, param in s.params))}
+        return slabs, bool(slabs) or any(slab.matches(where) for slab in self._all if slab.stays)
 
     @property
     def unhosted_bytes(self) -> int:
         """Bytes that stay on the GPU for good."""
-        return sum(slab.nbytes for slab in self._staying)
+        return sum(slab.nbytes for slab in self._all if slab.stays)
 
     def round_from(self, states: StateOffloader) -> None:
         """Recompute weights from masters that round to them from now on, instead of copying them."""
         self._states = states
         states.engine.traffic.touches.before_writes.append(self.masters_may_change)
-        for slab, buffer in self._of_buffers.items():
-            slab.rounding = rounding_of(buffer, slab.ranges, states)
+        for slab in self._all:
+            slab.rounding = None if slab.buffer is None else rounding_of(slab.buffer, slab.ranges, states)
         read = states.read_storages()
-        self.read_by_masters = [s for s in self.slabs if s in self._of_buffers or s.storage._cdata in read]
+        self.read_by_masters = [s for s in self.slabs if s.buffer is not None or s.storage._cdata in read]
 
-    def _make_others(self) -> list[WeightSlab]:
+    def _outside(self) -> list[WeightSlab]:
         """Return the parameters that have storages of their own: frozen ones, and those of models without DDP."""
         of_storages: dict[int, list[NamedParam]] = {}  # tied weights share one
         for name, storage, parameter in self._outside_of_buffers():
@@ -241,10 +242,6 @@ class WeightOffloader:
                 )
 
     @property
-    def _every(self) -> list[WeightSlab]:
-        return [*self.slabs, *self._staying]
-
-    @property
     def here(self) -> list[WeightSlab]:
         """The slabs on the GPU."""
         return [slab for slab in self.slabs if slab.is_here]
@@ -254,7 +251,7 @@ class WeightOffloader:
 
         ValueError if one was taken out of DDP's buffer.
         """
-        known = {slab.storage._cdata for slab in self._every}
+        known = {slab.storage._cdata for slab in self._all}
         for name, storage, _ in self._outside_of_buffers():
             if storage not in known:
                 raise RuntimeError(
@@ -404,7 +401,7 @@ class WeightOffloader:
                 copied += slab.copy_in()
         if roundings:
             assert self._states is not None
-            copied += round_again(roundings, self._states)
+            copied += self._states.round_again(pair for rounding in roundings for pair in rounding.pairs)
         return copied
 
     # On the host.
@@ -424,7 +421,7 @@ class WeightOffloader:
         for slab in away:
             if not slab.is_on_host:
                 self._round_on_host(slab)
-        slabs = {slab.storage._cdata: slab for slab in self._every}
+        slabs = {slab.storage._cdata: slab for slab in self._all}
         found = []
         for name, param in named:
             if param.device != self._device:  # it never moves
@@ -450,7 +447,7 @@ class WeightOffloader:
 
     def close(self) -> None:
         """Release the host memory, and forget the optimizer's states."""
-        for slab in self._every:
+        for slab in self._all:
             slab.close()
         if self._states is not None:
             self._states.engine.traffic.touches.before_writes.remove(self.masters_may_change)
@@ -475,18 +472,12 @@ def buffer_slab(buffer: Any, i: int, names: Mapping[int, str]) -> WeightSlab:
     place = (i, torch.distributed.get_global_rank(ranks, 0)) if size > 1 else None
     name = f"DDP buffer {i}'s parameter buffer"
 
-    def gather() -> None:
-        for bucket in buffer.buckets if size > 1 else ():
-            # Not by `start_param_sync`: mcore's record of which gathers are due stays as it was.
-            data = bucket.param_data
-            torch.distributed.all_gather_into_tensor(data, data.chunk(size)[rank], group=ranks)
-
     params = [(names.get(id(param), ""), param) for param in buffer.params]
     # Of quantized parameters the objects around what the buffer holds.
     named: list[Named] = [(f"parameter {name!r}", param) for name, param in params]
     named += [("a bucket of parameters", bucket.param_data) for bucket in buffer.buckets]
     ranges = _ranges_of([bucket.param_data.chunk(size)[rank] for bucket in buffer.buckets])
-    return WeightSlab(buffer.param_data, name, ranges, named, gather, params, place)
+    return WeightSlab(buffer.param_data, name, ranges, named, params, buffer, place)
 
 
 def _ranges_of(shards: Iterable[torch.Tensor]) -> list[Range]:

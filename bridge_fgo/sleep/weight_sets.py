@@ -16,10 +16,9 @@ from bridge_fgo.memory.host_buffer import HostBuffer
 from bridge_fgo.memory.storage_slab import find_aliases
 from bridge_fgo.memory.transfers import wait_for_a_while
 from bridge_fgo.memory.undo import undo_on_error
-from bridge_fgo.sleep.collective_moves import verb
 from bridge_fgo.sleep.moved import Moved, Tally, return_to_driver, wait_for_gpu
+from bridge_fgo.sleep.moves import require_match, verb
 from bridge_fgo.sleep.refusals import PLAIN
-from bridge_fgo.sleep.selection import require_match
 from bridge_fgo.sleep.trainer_memory import TrainerMemory
 from bridge_fgo.sleep.weight_offloader import Sums, WeightSlab, Where, sums_of
 

@@ -4,8 +4,8 @@ Reads only attributes that every mcore from 0.15 on has: `optimizer` (the Adam i
 and `state`, `shard_fp32_from_float16_groups` and `buffers`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, override
 
@@ -15,16 +15,20 @@ from bridge_fgo.memory.guard import class_of
 from bridge_fgo.memory.slab import Part
 from bridge_fgo.memory.state_tensor import Bundle, State, WeightShard, local
 from bridge_fgo.states.inner_step import InnerStep, in_place_of
-from bridge_fgo.states.masters import COPY, PLAIN, MasterCopy, take_first
+from bridge_fgo.states.masters import PLAIN, take_first
+from bridge_fgo.states.shadowed import shadowed
 from bridge_fgo.states.source import Source
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam calls its moments
+COPY = "_copy_main_params_to_model_params"  # the method by which an optimizer of mcore's copies masters to weights
 MASTER = "master_param"  # what TE's FusedAdam calls a master weight that it keeps itself
 UPSTREAM_OFFLOADERS = ("_state_offloader", "_optimizer_state_offloader")  # of mcore's generations 1 and 2
 
 TORCH = (torch.optim.Adam, torch.optim.AdamW)
 
 HALF = (torch.bfloat16, torch.float16)
+
+Buffers = dict[int, Callable[[], torch.Tensor]]  # reads each weight buffer, one callable by the `id` of its bucket
 
 
 def is_adam(inner: Any) -> bool:
@@ -34,11 +38,23 @@ def is_adam(inner: Any) -> bool:
     return isinstance(inner, (distrib_optimizer.Adam, *TORCH))
 
 
-class McoreSource(MasterCopy, Source):
-    """The states of an optimizer of mcore's that copies masters to weights."""
+class McoreSource(Source):
+    """The states of an optimizer of mcore's that copies masters to weights, by `_copy_main_params_to_model_params`.
+
+    It divides that copy, so that masters may leave early. A DistributedOptimizer's copies each master of
+    `shard_fp32_from_float16_groups` into the range of the parameter buffer that belongs to the parameter at the same
+    place of `model_float16_groups`; of shorter lists it copies fewer.
+    """
+
+    # the optimizer's lists of masters, and of the parameters that they are copied to
+    masters = ("shard_fp32_from_float16_groups", "model_float16_groups")
+    # its lists of native fp32 parameters that the method copies too
+    native = ("shard_fp32_groups", "model_fp32_groups")
 
     def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
+        self.optimizer = optimizer
+        self._copied: frozenset[int] | None = frozenset()  # by `id`, in the present step; None while a part is
+        self._pairs: dict[int, tuple[Any, Any]] = {}
         self._inner_step = InnerStep(optimizer.optimizer)
         self._copies_parts = False
 
@@ -84,6 +100,97 @@ class McoreSource(MasterCopy, Source):
             # masters may leave at once.
             self.copy_part(part.ids)
             part.mark_just_rounded()
+
+    # The copy of masters to weights.
+
+    @property
+    @override
+    def writes_back_by_part(self) -> bool:
+        """Whether the copy may be divided: not if quantizing is one collective over all weights (FP8, FP4).
+
+        Nor if masters are staged in the gradient buffer (`reuse_grad_buf_for_mxfp8_param_ag`), which later parts
+        need.
+        """
+        config, ddp = (getattr(self.optimizer, name, None) for name in ("config", "ddp_config"))
+        quantized = any(getattr(ddp, name, False) for name in ("fp8_param_gather", "fp4_param_gather"))
+        return not (quantized or getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+    def rounded_weights(self, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> dict[int, WeightShard]:
+        """Return where each fp32 master is rounded to a weight of one of the `dtypes`, by the `id` of the master.
+
+        Not for quantized weights (a class of their own), and not if the copy does not divide.
+        """
+        if not self.writes_back_by_part or not hasattr(self.optimizer, self.masters[1]):
+            return {}
+        found = {}
+        buffers: Buffers = {}
+        for master, model in self._all_pairs():
+            rounds = master is not None and master.dtype == torch.float32 and model.dtype in dtypes
+            if not rounds or class_of(model) not in PLAIN:
+                continue
+            if (shard := self._shard(model, buffers)) is not None:
+                found[id(master)] = shard
+        return found
+
+    def _shard(self, model: torch.Tensor, buffers: Buffers) -> WeightShard | None:
+        """Return where the master of a parameter is rounded to; None if its elements lie in another order."""
+        index, _, bucket = self.optimizer.model_param_gbuf_map[model]
+        place = self.optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+        of_bucket = self.optimizer.buffers[index].buckets[bucket]
+        buffer = buffers.setdefault(id(of_bucket), partial(getattr, of_bucket, "param_data"))
+        return WeightShard(buffer, place.start, place.size)
+
+    @contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Context of one optimizer step, at whose end nothing counts as copied any more."""
+        try:
+            yield
+        finally:
+            self._copied, self._pairs = frozenset(), {}
+
+    def copy_part(self, ids: frozenset[int]) -> None:
+        """Copy the masters with the given `id`s to the model, by the optimizer's own method."""
+        if not self._pairs:
+            self._pairs = {id(main): (main, model) for main, model in self._all_pairs()}
+        copied, self._copied = self._copied or frozenset(), None
+        try:
+            # Native fp32 parameters are no masters: the call for the rest has them.
+            with self._only([self._pairs[i] for i in ids if i in self._pairs], native=False):
+                self.optimizer._copy_main_params_to_model_params()
+            copied |= ids
+        finally:
+            self._copied = copied
+
+    @contextmanager
+    @override
+    def writing_back(self) -> Iterator[frozenset[int] | None]:
+        """Context in which the method copies what was not copied part by part; see `Source.writing_back`."""
+        copied = self._copied
+        with self._all_but(copied) if copied else nullcontext():
+            yield copied
+
+    @override
+    def rewriting(self, part: Part | None, parts: Iterable[Part]) -> AbstractContextManager[None]:
+        """Context in which the lists hold a part's masters, or with None all others; see `Source.rewriting`."""
+        if part is None:
+            return self._all_but(frozenset().union(*(each.ids for each in parts)))
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) in part.ids], native=False)
+
+    def _all_but(self, ids: frozenset[int]) -> AbstractContextManager[None]:
+        """Return a context in which the lists lack the masters with these `id`s."""
+        return self._only([pair for pair in self._all_pairs() if id(pair[0]) not in ids], native=True)
+
+    def _all_pairs(self) -> Iterator[tuple[Any, Any]]:
+        for groups in zip(*(getattr(self.optimizer, name) for name in self.masters), strict=True):
+            yield from zip(*groups, strict=True)
+
+    def _only(self, pairs: list[tuple[Any, Any]], native: bool) -> AbstractContextManager[None]:
+        """Return a context in which the lists hold these masters alone, and `native` fp32 parameters or none."""
+        of_masters, of_weights = self.masters
+        lists: dict[str, Any] = {of_masters: [[main for main, _ in pairs]], of_weights: [[model for _, model in pairs]]}
+        if not native:
+            lists |= {name: [] for name in self.native}
+        return shadowed(self.optimizer, lists)
 
     def upstream_offloader(self) -> Any:
         """Return the offloader that mcore has built into the optimizer, or None."""

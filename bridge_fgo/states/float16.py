@@ -15,8 +15,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.state_tensor import Bundle, State, WeightShard
-from bridge_fgo.states.distributed import TORCH, McoreSource, adam_states, master_state, of_inner
-from bridge_fgo.states.masters import Buffers
+from bridge_fgo.states.distributed import TORCH, Buffers, McoreSource, adam_states, master_state, of_inner
 
 MUON_CLASSES = ("TensorParallelMuon", "TensorParallelAdaptiveMuon")
 """mcore's Muons, by the names of their classes: each steps a parameter by that parameter's states alone."""

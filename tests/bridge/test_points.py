@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 
 from bridge_fgo.bridge.points import ENOUGH_LAYERS, ModelPoints, layers
 from bridge_fgo.engines.native import NativeEngine
-from bridge_fgo.offload.profile import Mark, MemoryProfile
+from bridge_fgo.offload.profile import Mark
 
 
 class Layer(torch.nn.Module):
@@ -251,35 +251,3 @@ def test_what_is_routed_to_an_expert_is_no_shape_of_the_step():
     with hooked([model]) as marks:
         expert(torch.ones(7, 4, requires_grad=True)).sum().backward()
     assert [(mark.nbytes, mark.live) for mark in marks] == [(0, 0), (0, 0)]
-
-
-def test_hooks_of_a_watched_pass_are_on_no_child_nor_tensor_and_report_what_was_measured():
-    model, points, hidden = Model(2), ModelPoints(), torch.ones(3, 4, requires_grad=True)
-    numbers = [number for number, layer in enumerate(layers(model)) if layer.is_watched]
-    with hooked([model], points) as marks:
-        points.begin_pass(is_watching=True)
-        model(hidden).sum().backward()
-        assert hidden._backward_hooks is None
-        assert sorted(marks) == [Mark(number, hidden.nbytes, 0) for number in numbers]
-        marks.clear()
-        points.begin_pass()
-        model(hidden).sum().backward()
-    assert len(marks) == 2 * len(layers(model)), "an attempt that is not watched reports its points again"
-
-    model, points, forwards = Model(2), ModelPoints(), []
-    for layer in model.decoder.layers:
-        layer.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
-    watched = [model, *model.decoder.layers, model.decoder.norm]
-    with hooked([model], points) as marks:
-        points.begin_pass()
-        model(torch.ones(3, 4)).sum().backward()
-    measured = MemoryProfile([0] * (len(marks) + 1), marks=marks)
-    for _ in range(2):  # in the second step of its kind they are not hung anew
-        with hooked([model], points) as marks:
-            points.begin_pass(is_watching=True)
-            assert {module for module in model.modules() if module._forward_pre_hooks} == set(watched)
-            model(torch.ones(3, 4))
-        assert not any(module._forward_pre_hooks for module in model.modules())
-        forwards += [mark[:2] for mark in marks]
-    assert forwards == 2 * [mark[:2] for mark in measured.forwards]
-    assert len(measured.forwards) == len(watched)

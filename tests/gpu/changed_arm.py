@@ -20,8 +20,8 @@ from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
 from bridge_fgo.recipes import process
+from bridge_fgo.states.distributed import McoreSource
 from bridge_fgo.states.inner_step import InnerStep
-from bridge_fgo.states.masters import MasterCopy
 from harness.arms import gpu
 
 POINTS = {
@@ -29,7 +29,7 @@ POINTS = {
     "memory_goes": (Session, "release"),
     "the_reload_begins": (Session, "reload"),
     "the_update_of_a_part": (InnerStep, "update"),
-    "a_part's_copy_to_the_model": (MasterCopy, "copy_part"),
+    "a_part's_copy_to_the_model": (McoreSource, "copy_part"),
     "a_piece_of_a_copy": (Lane, "copy"),
     "a_copy_out": (CudaTransfers, "copy_out"),
     "a_copy_in": (CudaTransfers, "copy_in"),

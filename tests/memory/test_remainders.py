@@ -17,8 +17,7 @@ from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import Slab, SlabState
 from bridge_fgo.memory.state_tensor import WeightShard
 from bridge_fgo.memory.transfers import Transfers
-from bridge_fgo.states.distributed import MegatronSource
-from bridge_fgo.states.masters import MasterCopy
+from bridge_fgo.states.distributed import McoreSource, MegatronSource
 
 SIZES = [1000, 7, 70_000, 256, 33]
 CHANGED = "weights of the model were changed while"
@@ -223,13 +222,13 @@ def test_fp16_and_quantized_weights_have_no_remainders(change):
 
 def test_masters_that_turn_out_to_be_no_rounding_after_the_step_are_an_error_of_their_own(monkeypatch):
     training = make()
-    round_masters = MasterCopy.copy_part
+    round_masters = McoreSource.copy_part
 
     def wrong(self, ids):
         round_masters(self, ids)
         weights_of(training.optimizers[0])[2][0] += 1
 
-    monkeypatch.setattr(MasterCopy, "copy_part", wrong)
+    monkeypatch.setattr(McoreSource, "copy_part", wrong)
     training.update()
     with pytest.raises(RuntimeError, match="is not what its bf16 weight was rounded from"):
         training.engine.require_readable()

@@ -130,7 +130,7 @@ def marked(*sizes, kind=None):
     return MemoryProfile([0, *sizes], 0, [Mark(i, size, size) for i, size in enumerate(sizes)], kind)
 
 
-MARKS = st.lists(st.builds(Mark, st.integers(-1, 1), st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=4)
+MARKS = st.lists(st.builds(Mark, st.integers(-1, 1), st.integers(0, 2), st.integers(0, 2)), max_size=4)
 PASSES = MARKS.flatmap(
     lambda marks: st.builds(
         MemoryProfile,
@@ -143,11 +143,6 @@ PASSES = MARKS.flatmap(
 )
 
 
-def test_forwards_of_watched_layers_are_compared_where_nothing_moves():
-    marks = [Mark(0, 1, 1, False), Mark(0, 1, 1), Mark(~0, 1, 0), Mark(1, 0, 0)]
-    assert [mark.is_compared for mark in marks] == [False, True, False, True]
-
-
 def is_covered(marks, measured):
     """Whether each mark is of the same layer as the measured one, which got no less, and no less was live."""
     pairs = zip(marks, measured, strict=False)
@@ -155,28 +150,23 @@ def is_covered(marks, measured):
     return len(marks) <= len(measured) and all(are_bounded)
 
 
-@given(st.lists(PASSES, min_size=1, max_size=3), MARKS | st.none(), st.booleans(), st.integers(0, 1))
-def test_the_plan_of_the_pass_that_needed_least_is_followed_of_those_that_cover_all_so_far(
-    profiles, marks, checks_inputs_only, less
-):
-    def reported(marks):
-        return [mark for mark in marks if mark.is_compared] if checks_inputs_only else marks
-
+@given(st.lists(PASSES, min_size=1, max_size=3), MARKS | st.none(), st.integers(0, 1))
+def test_the_plan_of_the_pass_that_needed_least_is_followed_of_those_that_cover_all_so_far(profiles, marks, less):
     if marks is None:  # one that a measured pass covers, perhaps
         marks = [mark._replace(nbytes=max(0, mark.nbytes - less)) for mark in profiles[0].marks]
-    matcher = PassMatcher([plan_holding(each, 1000, 0, [1]) for each in profiles], checks_inputs_only)
+    matcher = PassMatcher([plan_holding(each, 1000, 0, [1]) for each in profiles])
     passed = []
-    for mark in [None, *reported(marks)]:
+    for mark in [None, *marks]:
         before = matcher.plan
         if mark is not None:
             passed.append(mark)
             changed = matcher.point(mark)
             assert changed is (None if matcher.plan is before else before)
-        fitting = [each for each in profiles if is_covered(passed, reported(each.marks))]
+        fitting = [each for each in profiles if is_covered(passed, each.marks)]
         plan = min(fitting, key=lambda each: sum(each.intervals), default=None)
         assert plan is (None if matcher.plan is None else matcher.plan.profile)
         is_shorter = bool(fitting) and all(len(each.marks) > len(passed) for each in fitting)
-        assert matcher.is_shorter is (is_shorter and not checks_inputs_only)
+        assert matcher.is_shorter is is_shorter
     assert matcher.marks == passed
 
 

@@ -291,44 +291,17 @@ def test_the_weights_are_checked_once_where_a_plan_holds_no_more(monkeypatch):
     assert len(at_points) == 1 < at_points[0]
 
 
-# Where every state stays, passes are compared with measured ones by their forwards alone.
-
-
-@pytest.fixture
-def staying(monkeypatch):
-    """Return a training under a budget that has room for everything, once it is planned."""
-    training = planned(monkeypatch, SHORT, SHORT, budget=2 * WHOLE)
-    assert training.staying == training.whole
-    return training
-
-
-def test_where_all_stays_passes_are_watched_and_one_that_is_larger_has_everything_leave_at_once(staying):
+def test_where_all_stays_a_pass_that_is_larger_has_everything_leave_at_once(monkeypatch):
+    staying = planned(monkeypatch, SHORT, SHORT, budget=2 * WHOLE)
+    assert staying.staying == staying.whole
     before = staying.engine.traffic.back
     staying.train(SHORT, SHORT)
-    assert staying.schedule.checks_inputs_only and staying.schedule.is_planned
-    assert staying.engine.traffic.back == before
+    assert staying.schedule.is_planned and staying.engine.traffic.back == before
 
     point, states = staying.engine.point, []
-    staying.engine.point = lambda mark: (point(mark), mark.is_compared and states.append(staying.residencies))
+    staying.engine.point = lambda mark: (point(mark), mark.layer >= 0 and states.append(staying.residencies))
     staying.train(SHORT, LARGE)
     assert states[len(SHORT)] == {SlabState.RESIDENT}, "the last forward of the short microbatch"
     assert states[len(SHORT) + 1] == {SlabState.RELEASED}, "the model's own forward, before any layer's"
-    staying.train(SHORT, LARGE)
-    assert not staying.schedule.checks_inputs_only
     profiles = [plan.profile for plan in staying.schedule.holding.plans]
     assert max(mark.nbytes for each in profiles for mark in each.marks) == WHOLE // 4
-
-
-def test_what_was_measured_anew_is_watched_again_where_everything_stays(monkeypatch):
-    training = planned(monkeypatch, SHORT, budget=4 * WHOLE)
-    for _ in range(4):
-        assert training.train(LARGE) <= 4 * WHOLE
-    assert training.schedule.checks_inputs_only
-
-
-def test_a_pass_that_is_run_again_is_watched_from_its_begin(staying):
-    staying.engine.begin_pass()
-    staying.engine.point(Mark(9, 1, 0))
-    assert not staying.schedule.is_planned
-    staying.train(SHORT, SHORT)
-    assert not staying.schedule.checks_inputs_only, "points are reported until a pass of them was measured"

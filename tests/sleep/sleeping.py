@@ -14,7 +14,7 @@ from bridge_fgo.bridge import residency as residency_module
 from bridge_fgo.memory import host_buffer
 from bridge_fgo.memory.host_buffer import FileBuffer, HostBuffer
 from bridge_fgo.memory.slab import StillShared
-from bridge_fgo.sleep import collective_moves, local_moves, trainer_memory, weight_sets
+from bridge_fgo.sleep import moves, trainer_memory, weight_sets
 from bridge_fgo.sleep.moved import Tally
 from bridge_fgo.states.distributed import live_bytes
 
@@ -175,7 +175,7 @@ class Sleeper:
     def offload(self, *kinds, **how):
         """Offload; what is freed is what the storages had, and goes to the driver last."""
         returns, held = [], self._bytes()
-        with mock.patch.object(local_moves, "return_to_driver", lambda device: returns.append(self.gone())):
+        with mock.patch.object(moves, "return_to_driver", lambda device: returns.append(self.gone())):
             moved = self.res.offload(*kinds, **how)
         self.check()
         assert moved.freed >= held - self._bytes()  # and what shards' gradients had
@@ -340,13 +340,13 @@ def residency(training, **how):
 
 def another_rank(patch, vote_of):
     """Have another rank take part in what ranks tell each other. vote_of: returns its vote, given this rank's."""
-    told = collective_moves.gather_or_raise
+    told = moves.gather_or_raise
 
     def told_by_both(act):
         own, votes = told(act)
         return own, [*votes, vote_of(votes[0])]
 
-    for module in (residency_module, trainer_memory, collective_moves, weight_sets):
+    for module in (residency_module, trainer_memory, moves, weight_sets):
         patch.setattr(module, "gather_or_raise", told_by_both)
 
 

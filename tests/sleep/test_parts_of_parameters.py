@@ -6,7 +6,7 @@ from both import PACKED
 from sleeping import KINDS, another_rank, experts, frozen, frozen_in_a_layer, note, trained
 
 import bridge_fgo
-from bridge_fgo.sleep.collective_moves import Wake
+from bridge_fgo.sleep.moves import Wake
 
 pytestmark = pytest.mark.usefixtures("cpu_standins", "poisoned")
 

@@ -32,7 +32,7 @@ from sleeping import (
 import bridge_fgo
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
 from bridge_fgo.memory.storage_slab import StorageSlab
-from bridge_fgo.sleep import local_moves, state_offloader
+from bridge_fgo.sleep import moves, state_offloader
 from bridge_fgo.sleep.rounding import Rounding
 from bridge_fgo.sleep.weight_offloader import WeightOffloader
 
@@ -619,7 +619,7 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
         fail(patch, state_offloader.StateOffloader, "start_offload", call=1, error=MemoryError)
         note(patch, order, state_offloader.StateOffloader, "start_offload", "states")
         note(patch, order, StorageSlab, "copy_out", "weights")
-        patch.setattr(local_moves, "wait_for_gpu", lambda device: order.append("wait"))
+        patch.setattr(moves, "wait_for_gpu", lambda device: order.append("wait"))
         me.res.offload("params", "optimizer")
     assert order == ["wait", "weights", "states", "wait"]
     assert not me.res.away
@@ -678,7 +678,7 @@ def test_what_cannot_be_offloaded_again_after_an_error_is_told_beside_it(sleeper
     me = sleeper(0)
     me.res.offload()
     with monkeypatch.context() as patch:
-        patch.setattr("bridge_fgo.sleep.collective_moves.wait_for_gpu", lambda device: time.sleep(0.5))
+        patch.setattr("bridge_fgo.sleep.moves.wait_for_gpu", lambda device: time.sleep(0.5))
         patch.setattr("bridge_fgo.memory.transfers.PATIENCE", 0.1)
         with pytest.raises(ZeroDivisionError) as caught, me.res.only("params"):
             _ = 1 / 0

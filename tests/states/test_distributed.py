@@ -11,7 +11,6 @@ from fused_adam import PrecisionAwareAdam
 
 from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.states.distributed import MegatronSource, bundles, home_device, live_bytes
-from bridge_fgo.states.masters import MasterCopy
 
 SIZES = [100, 64, 300, 8, 50]
 QUANTIZED = [
@@ -63,7 +62,7 @@ def test_masters_name_the_weights_they_are_rounded_to_and_moments_are_read_from_
 
 def test_a_master_that_is_another_tensor_in_the_next_step_is_copied_to_its_weights():
     optimizer, _ = made()
-    copies = MasterCopy(optimizer)
+    copies = MegatronSource(optimizer)
     for value in (1.0, 2.0):
         masters_of(optimizer)[0] = new = torch.full_like(masters_of(optimizer)[0], value)
         with copies.one_step():
