@@ -7,7 +7,9 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 
+import async_worker
 import both
 import debug_transfers
 import pytest
@@ -15,7 +17,7 @@ from both import WHOLE, bits, release, session_of, steps
 from fake_optimizer import state_bytes
 from fake_training import Meter, Training, use_small_parts
 from late_disk import LateTransfers, require_direct_files
-from saving import load, save, skip_data_of
+from saving import assert_same_shards, background, finish, load, save, skip_data_of
 
 import bridge_fgo
 from bridge_fgo.memory import slab_file
@@ -95,6 +97,62 @@ def test_a_save_in_mid_pass_and_a_load_into_a_file_are_a_resident_runs(folder, t
             assert run.live_state_bytes() == 0 < in_file(run)
             skip_data_of(run, 2)
             assert (bits(run), steps(run, 2), bits(run)) == expected
+
+
+@pytest.fixture
+def outside(folder, monkeypatch):
+    """A list that gets of each save the bytes of states that its writer has in no file of the folder."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    prepare, found = FileSystemWriterAsync.prepare_write_data, []
+
+    def prepared(writer, plan, planner):
+        prepare(writer, plan, planner)
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+        files = [[int(end, 16) for end in places.split("-")] for places, *_ in maps]
+        tensors = [pair for _, _, (_, pairs) in writer.write_buckets for pair in pairs]
+        states = [tensor for item, tensor in tensors if item.index.fqn.startswith("optimizer") and tensor.dim()]
+        assert states
+        in_files = [any(start <= state.data_ptr() < end for start, end in files) for state in states]
+        found.append(sum(state.nbytes for state, is_there in zip(states, in_files, strict=True) if not is_there))
+
+    monkeypatch.setattr(FileSystemWriterAsync, "prepare_write_data", prepared)
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("worker", ["", "fork", "mcore"])
+def test_each_save_has_the_bytes_of_its_step_and_takes_no_host_memory(
+    folder, tmp_path, outside, monkeypatch, worker, packed
+):
+    if worker == "mcore":
+        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=True)
+    config = dataclasses.replace(half_in_file(folder), master_remainders=packed)
+    for offload in (False, True):
+        with both.training(offload, config, adam="te") as run:
+            if offload and worker:
+                background(run, worker, tmp_path)
+            for number in range(3):
+                steps(run)
+                save(run, tmp_path / f"{offload} {number}", "dp_reshardable")
+            steps(run)
+            if offload and worker:
+                finish(run)
+    assert outside[0] > 0 and outside[3:] == [0, 0, 0]
+    for number in range(3):
+        assert_same_shards(tmp_path / f"True {number}", tmp_path / f"False {number}")
+
+
+def test_a_save_takes_host_memory_where_the_disk_has_no_room_for_copies_and_says_so(
+    folder, tmp_path, outside, monkeypatch, capsys
+):
+    with both.training(True, half_in_file(folder), adam="te") as run:
+        steps(run)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: (_ for _ in ()).throw(full))
+        save(run, tmp_path / "saved", "dp_reshardable")
+    assert outside[0] > 0
+    assert "a save takes host memory for copies of the states: OffloadConfig.nvme_folder=" in capsys.readouterr().out
 
 
 # The disk and the GPU at once.
