@@ -258,13 +258,24 @@ def with_another_bit(real, file, buffers, start):
     return count
 
 
+def slow(real, file, buffers, start):
+    time.sleep(0.01)
+    return real(file, buffers, start)
+
+
+def nothing(real, file, buffers, start):
+    return 0
+
+
+@pytest.mark.parametrize("result", [short, slow])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_short_read_or_write_goes_on_where_it_ended(call, folder, monkeypatch):
+def test_a_short_read_or_write_goes_on_where_it_ended_and_a_slow_one_is_waited_for(call, result, folder, monkeypatch):
     with both.training(False) as resident:
         expected = steps(resident, 3), resident.digests()
-    failing(monkeypatch, call, result=short).set()
+    failing(monkeypatch, call, result=result).set()
     with both.training(True, half_in_file(folder)) as run:
         assert (steps(run, 3), run.digests()) == expected
+        assert result is short or bridge_fgo.stats().file_wait_seconds > 0.01
 
 
 def test_a_failed_write_ends_training_before_the_next_update_and_the_states_can_be_saved(folder, monkeypatch):
@@ -283,7 +294,10 @@ def test_a_failed_write_ends_training_before_the_next_update_and_the_states_can_
         assert bits(run) == expected
 
 
-@pytest.mark.parametrize(("result", "named"), [(None, "Input/output error"), (with_another_bit, "others than were")])
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [(None, "Input/output error"), (with_another_bit, "others than were"), (nothing, "were cut short")],
+)
 def test_a_read_that_fails_or_brings_other_bits_ends_training_and_names_the_folder(folder, monkeypatch, result, named):
     with both.training(True, half_in_file(folder)) as run:
         steps(run, 2)
@@ -294,6 +308,18 @@ def test_a_read_that_fails_or_brings_other_bits_ends_training_and_names_the_fold
             run.step()
         switch.clear()
         assert session_of(run).engine.is_lost is False
+
+
+def test_a_disk_that_writes_nothing_more_refuses_the_next_copy_out_and_loses_none_before(folder, monkeypatch):
+    file = SlabFile(folder, [8192] * 4, Training().engine.traffic)
+    *filled, last = [file.buffer(8192) for _ in range(4)]
+    failing(monkeypatch, "pwritev").set()
+    for value, buffer in enumerate(filled):
+        buffer.to_fill().fill_(value)
+        buffer.filled(8192)
+    with pytest.raises(RuntimeError, match=rf"could not be written in .*nvme_folder={folder!r} .*Input/output error"):
+        last.to_fill()
+    assert [set(buffer.for_host().tolist()) for buffer in filled] == [{0}, {1}, {2}]
 
 
 # Folders and settings that raise ValueError before training.
