@@ -7,7 +7,9 @@ import os
 import threading
 import time
 import weakref
+from pathlib import Path
 
+import async_worker
 import both
 import debug_transfers
 import pytest
@@ -15,7 +17,7 @@ from both import WHOLE, bits, release, session_of, steps
 from fake_optimizer import state_bytes
 from fake_training import Meter, Training, use_small_parts
 from late_disk import LateTransfers, require_direct_files
-from saving import load, save, skip_data_of
+from saving import assert_same_shards, background, finish, load, save, skip_data_of
 
 import bridge_fgo
 from bridge_fgo.memory import slab_file
@@ -95,6 +97,62 @@ def test_a_save_in_mid_pass_and_a_load_into_a_file_are_a_resident_runs(folder, t
             assert run.live_state_bytes() == 0 < in_file(run)
             skip_data_of(run, 2)
             assert (bits(run), steps(run, 2), bits(run)) == expected
+
+
+@pytest.fixture
+def outside(folder, monkeypatch):
+    """A list that gets of each save the bytes of states that its writer has in no file of the folder."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    prepare, found = FileSystemWriterAsync.prepare_write_data, []
+
+    def prepared(writer, plan, planner):
+        prepare(writer, plan, planner)
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
+        files = [[int(end, 16) for end in places.split("-")] for places, *_ in maps]
+        tensors = [pair for _, _, (_, pairs) in writer.write_buckets for pair in pairs]
+        states = [tensor for item, tensor in tensors if item.index.fqn.startswith("optimizer") and tensor.dim()]
+        assert states
+        in_files = [any(start <= state.data_ptr() < end for start, end in files) for state in states]
+        found.append(sum(state.nbytes for state, is_there in zip(states, in_files, strict=True) if not is_there))
+
+    monkeypatch.setattr(FileSystemWriterAsync, "prepare_write_data", prepared)
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("worker", ["", "fork", "mcore"])
+def test_each_save_has_the_bytes_of_its_step_and_takes_no_host_memory(
+    folder, tmp_path, outside, monkeypatch, worker, packed
+):
+    if worker == "mcore":
+        async_worker.have_bridge_use(worker, monkeypatch.setattr, quickly=True)
+    config = dataclasses.replace(half_in_file(folder), master_remainders=packed)
+    for offload in (False, True):
+        with both.training(offload, config, adam="te") as run:
+            if offload and worker:
+                background(run, worker, tmp_path)
+            for number in range(3):
+                steps(run)
+                save(run, tmp_path / f"{offload} {number}", "dp_reshardable")
+            steps(run)
+            if offload and worker:
+                finish(run)
+    assert outside[0] > 0 and outside[3:] == [0, 0, 0]
+    for number in range(3):
+        assert_same_shards(tmp_path / f"True {number}", tmp_path / f"False {number}")
+
+
+def test_a_save_takes_host_memory_where_the_disk_has_no_room_for_copies_and_says_so(
+    folder, tmp_path, outside, monkeypatch, capsys
+):
+    with both.training(True, half_in_file(folder), adam="te") as run:
+        steps(run)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, "posix_fallocate", lambda *arguments: (_ for _ in ()).throw(full))
+        save(run, tmp_path / "saved", "dp_reshardable")
+    assert outside[0] > 0
+    assert "a save takes host memory for copies of the states: OffloadConfig.nvme_folder=" in capsys.readouterr().out
 
 
 # The disk and the GPU at once.
@@ -200,13 +258,24 @@ def with_another_bit(real, file, buffers, start):
     return count
 
 
+def slow(real, file, buffers, start):
+    time.sleep(0.01)
+    return real(file, buffers, start)
+
+
+def nothing(real, file, buffers, start):
+    return 0
+
+
+@pytest.mark.parametrize("result", [short, slow])
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_short_read_or_write_goes_on_where_it_ended(call, folder, monkeypatch):
+def test_a_short_read_or_write_goes_on_where_it_ended_and_a_slow_one_is_waited_for(call, result, folder, monkeypatch):
     with both.training(False) as resident:
         expected = steps(resident, 3), resident.digests()
-    failing(monkeypatch, call, result=short).set()
+    failing(monkeypatch, call, result=result).set()
     with both.training(True, half_in_file(folder)) as run:
         assert (steps(run, 3), run.digests()) == expected
+        assert result is short or bridge_fgo.stats().file_wait_seconds > 0.01
 
 
 def test_a_failed_write_ends_training_before_the_next_update_and_the_states_can_be_saved(folder, monkeypatch):
@@ -225,7 +294,10 @@ def test_a_failed_write_ends_training_before_the_next_update_and_the_states_can_
         assert bits(run) == expected
 
 
-@pytest.mark.parametrize(("result", "named"), [(None, "Input/output error"), (with_another_bit, "others than were")])
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [(None, "Input/output error"), (with_another_bit, "others than were"), (nothing, "were cut short")],
+)
 def test_a_read_that_fails_or_brings_other_bits_ends_training_and_names_the_folder(folder, monkeypatch, result, named):
     with both.training(True, half_in_file(folder)) as run:
         steps(run, 2)
@@ -236,6 +308,18 @@ def test_a_read_that_fails_or_brings_other_bits_ends_training_and_names_the_fold
             run.step()
         switch.clear()
         assert session_of(run).engine.is_lost is False
+
+
+def test_a_disk_that_writes_nothing_more_refuses_the_next_copy_out_and_loses_none_before(folder, monkeypatch):
+    file = SlabFile(folder, [8192] * 4, Training().engine.traffic)
+    *filled, last = [file.buffer(8192) for _ in range(4)]
+    failing(monkeypatch, "pwritev").set()
+    for value, buffer in enumerate(filled):
+        buffer.to_fill().fill_(value)
+        buffer.filled(8192)
+    with pytest.raises(RuntimeError, match=rf"could not be written in .*nvme_folder={folder!r} .*Input/output error"):
+        last.to_fill()
+    assert [set(buffer.for_host().tolist()) for buffer in filled] == [{0}, {1}, {2}]
 
 
 # Folders and settings that raise ValueError before training.

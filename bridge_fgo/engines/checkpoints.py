@@ -14,9 +14,10 @@ from bridge_fgo.engines.engine import Engine
 from bridge_fgo.engines.offloaded_source import OffloadedSource
 from bridge_fgo.engines.packed_masters import PackedMasters
 from bridge_fgo.memory.guard import give_up, own
-from bridge_fgo.memory.host_buffer import PINNING_THREADS, SharedHostBuffer, has_files_for_buffers, page_lock
+from bridge_fgo.memory.host_buffer import PINNING_THREADS, CopyFile, SharedHostBuffer, has_files_for_buffers, page_lock
 from bridge_fgo.memory.host_memory import free_for_each_rank
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable, send_off
+from bridge_fgo.memory.slab_file import SlabFile
 from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.memory.transfers import Transfers
 from bridge_fgo.offload.schedule import Schedule
@@ -34,6 +35,7 @@ class CheckpointingEngine(Engine):
     transfers: Transfers
     _offloaded: dict[Source, OffloadedSource]
     _pins: bool  # whether host memory is page-locked
+    file: SlabFile | None  # of slabs that the host has no room for
     host_room: float  # bytes of host memory that it, and a Residency of its states, may take yet
 
     def __init__(self) -> None:
@@ -107,12 +109,22 @@ class CheckpointingEngine(Engine):
             here = [slab for slab in offloaded.moving if slab.state is SlabState.RESIDENT and not slab.host.in_file]
             send_off(here)  # left to the next pass
         snapshot = self._snapshots[source] = Snapshot(offloaded.owners, self.transfers, copies, self._has_worker, lends)
+        snapshot.file = self._file_for_copies(source) if copies else None
         whole = self.masters.copied_whole() if lends else nullcontext()
         try:
             with self.masters.verified(source), whole, snapshot.taken():
                 yield
         finally:
             self._snapshots.pop(source, None)
+
+    def _file_for_copies(self, source: Source) -> CopyFile | None:
+        """Return a file for a save's copies, if states are in one: the host has no room for copies either."""
+        sizes = [state.saved_nbytes for bundle in source.states() for state in bundle.states]
+        try:
+            return None if self.file is None else CopyFile(self.file.folder, sizes)
+        except ValueError as error:
+            self.warn(f"a save takes host memory for copies of the states: {error}")
+            return None
 
     def use_worker_memory(self) -> None:
         """Give checkpoints shared memory from now on, lent or copied: a worker process writes it."""

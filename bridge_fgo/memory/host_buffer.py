@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import reduce_storage
 
 from bridge_fgo.memory.cuda_driver import PageLock
 from bridge_fgo.memory.host_memory import available_bytes, local_cpus
+from bridge_fgo.memory.layout import aligned
 
 PINNING_THREADS = 16
 """Measured on an H200 host of 16 cores, 8.6 GB in 256 MiB buffers, touching and registering: 3.8 GB/s with one
@@ -138,10 +139,7 @@ class FileBuffer(HostBuffer):
     def _map(self, nbytes: int) -> torch.Tensor:
         setting = f"Residency(frozen_folder={str(self._folder)!r})"
         file = unnamed_file(self._folder, nbytes, setting, "the frozen parameters of every rank of the node")
-        try:
-            return torch.frombuffer(mapped(file, nbytes), dtype=torch.uint8)
-        finally:
-            os.close(file)
+        return torch.frombuffer(MemoryFile(nbytes, file).memory, dtype=torch.uint8)
 
 
 def unnamed_file(folder: Path, nbytes: int, setting: str, holds: str) -> int:
@@ -293,6 +291,34 @@ class Loan:
     def __init__(self, file: MemoryFile) -> None:
         self.file = file
 
+    def lend(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the tensor at `offset` (bytes) in the file, of the shape and dtype of `like`."""
+        storage: Any = _part(self.file.memory, offset, like.nbytes)
+        # torch makes a storage over memory that is there of its own class only. It keeps this object, and so the loan,
+        # as long as any tensor has the storage.
+        storage.__class__ = LentStorage
+        storage.loan, storage.offset = self, offset
+        return tensor_of(storage, like)
+
+
+class CopyFile(Loan):
+    """Copies of tensors in a file without a name, whose pages the kernel writes to the disk where memory is short.
+
+    Each is one that another process gets as it is. `sizes`: their bytes, at most. ValueError as `unnamed_file`.
+    """
+
+    def __init__(self, folder: str, sizes: Sequence[int]) -> None:
+        nbytes = sum(map(aligned, sizes))
+        file = unnamed_file(Path(folder), nbytes, f"OffloadConfig.nvme_folder={folder!r}", "the copies for a save")
+        super().__init__(MemoryFile(nbytes, file))
+        self._end = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a copy of a tensor; None where there is no place for it."""
+        start, self._end = self._end, self._end + aligned(tensor.nbytes)
+        is_there = 0 < tensor.nbytes <= len(self.file.memory) - start
+        return self.lend(tensor, start).copy_(tensor.detach()) if is_there else None
+
 
 class LentStorage(torch.UntypedStorage):
     """Memory of one tensor in a `SharedHostBuffer`, which another process gets as it is. Made by `lend` alone."""
@@ -327,13 +353,7 @@ class SharedHostBuffer(HostBuffer):
         """Return the tensor at `offset` (bytes), of the shape and dtype of `like`, and lend the buffer meanwhile."""
         loan = self._loan() or Loan(self._file)
         self._loan = weakref.ref(loan)
-        offset += self._start
-        storage: Any = _part(self._file.memory, offset, like.nbytes)
-        # torch makes a storage over memory that is there of its own class only. It keeps this object, and so the loan,
-        # as long as any tensor has the storage.
-        storage.__class__ = LentStorage
-        storage.loan, storage.offset = loan, offset
-        return tensor_of(storage, like)
+        return loan.lend(like, self._start + offset)
 
     @property
     def is_lent(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -73,11 +73,12 @@ def pack(sizes: Sequence[int], slab_bytes: int) -> list[SlabLayout]:
         slab.members.append(position)
         slab.offsets.append(start)
         slab.nbytes = start + nbytes
-        start = _aligned(slab.nbytes)
+        start = aligned(slab.nbytes)
     return layouts
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return the bytes after which the next tensor starts."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -156,7 +157,7 @@ def offloaded_bundles(
     chosen: list[Bundle] = []
     for i in select([sum(bundle.nbytes for bundle in run) for run in runs], config.fraction):
         states = [state for bundle in runs[i] for state in bundle.states]
-        needed = sum(_aligned(state.nbytes) for state in states if state.home is None)
+        needed = sum(aligned(state.nbytes) for state in states if state.home is None)
         needed += sum(home.nbytes for home in {state.home for state in states} if home is not None)
         if needed <= host_bytes:
             host_bytes -= needed

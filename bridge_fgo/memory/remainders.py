@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from bridge_fgo.memory.cuda_driver import compile_for
-from bridge_fgo.memory.layout import ALIGNMENT, Codec, SlabLayout
+from bridge_fgo.memory.layout import Codec, SlabLayout, aligned
 from bridge_fgo.memory.remainder_kernels import HASH_FACTORS, SOURCE, RemainderKernels, RowMove
 from bridge_fgo.memory.state_tensor import State, WeightShard
 
@@ -26,11 +26,7 @@ CHUNK = 2**22  # elements that operators without kernels take at once, with temp
 
 def encoded_bytes(slab_bytes: int) -> int:
     """Return the bytes that a slab of fp32 masters, gaps included, is copied as: low halves, then a bit for each."""
-    return _aligned(slab_bytes // 2) + 4 * -(-slab_bytes // 128)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return aligned(slab_bytes // 2) + 4 * -(-slab_bytes // 128)
 
 
 class SlabRemainders(Codec):
@@ -42,7 +38,7 @@ class SlabRemainders(Codec):
         self.family = self._remainders = family
         self.shards, self.row = shards, row
         self.firsts = [offset // 4 for offset in layout.offsets]  # start of each master in the slab, in elements
-        self.bits_at = _aligned(layout.nbytes // 2)  # start of the bits in the encoded form, in bytes
+        self.bits_at = aligned(layout.nbytes // 2)  # start of the bits in the encoded form, in bytes
 
     @property
     def encodes(self) -> bool:  # type: ignore[override]

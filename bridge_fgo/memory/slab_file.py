@@ -110,8 +110,7 @@ class SlabFile:
         self.changes = threading.Condition()  # held for what follows, and for a slab's own
         self.free = list(self.memory)
         self.busy = 0  # buffers that a thread gives back, or makes ready
-        self.ready: dict[DiskBuffer, None] = {}  # that have been read, the newest last
-        self.ahead: set[DiskBuffer] = set()  # that have been read ahead, or are being
+        self.read: dict[DiskBuffer, None] = {}  # that have been read, or are being, and wait for a copy in
         self.wanted: dict[DiskBuffer, None] = {}  # to be read ahead, in order
         self.tasks = SimpleQueue[Any](), SimpleQueue[Any]()  # around reads, and writes
         self._next = 0
@@ -154,8 +153,8 @@ class SlabFile:
         while not self.free:
             if self.busy:
                 self.changes.wait()
-            elif self.ready:
-                next(reversed(self.ready)).drop()
+            elif self.read:
+                next(reversed(self.read)).drop()
             else:
                 raise self.failure("written", self.error or RuntimeError("no buffer is left"))
         self.busy += 1
@@ -163,13 +162,12 @@ class SlabFile:
 
     def start_wanted(self) -> None:
         """Begin to read what is wanted, as far as there are buffers for it; wake who waits."""
-        while self.wanted and self.free and len(self.ahead) < MOST_AHEAD:
+        while self.wanted and self.free and len(self.read) < MOST_AHEAD:
             of = next(iter(self.wanted))
             if of.left:
                 break  # it is read once it is written
             del self.wanted[of]
             if of.memory is None and of.error is None:
-                self.ahead.add(of)
                 of.start_read()
         self.changes.notify_all()
 
@@ -269,8 +267,7 @@ class DiskBuffer(HostBuffer):
 
     def _forget(self) -> None:
         self._file.wanted.pop(self, None)
-        self._file.ready.pop(self, None)
-        self._file.ahead.discard(self)
+        self._file.read.pop(self, None)
 
     @property
     def is_ready(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -339,6 +336,7 @@ class DiskBuffer(HostBuffer):
     def start_read(self) -> None:
         """Begin to read the bytes into a buffer."""
         self.memory = self._file.take()
+        self._file.read[self] = None
         self._start_move(is_write=False)
 
     def _start_move(self, is_write: bool, has_happened: Callable[[], bool] = at_once) -> None:
@@ -350,9 +348,15 @@ class DiskBuffer(HostBuffer):
     def _run(self, start: int, is_write: bool, has_happened: Callable[[], bool]) -> None:
         """Do one request, in a thread, once a copy out is over; if it was the last, note that the move has ended."""
         error, file = None, self._file
+        assert self.memory is not None
+        view = memoryview(self.memory.tensor.numpy())[start : min(start + REQUEST_BYTES, self._moved_bytes)]
         try:
             _wait_for(has_happened)
-            self._request(start, min(start + REQUEST_BYTES, self._moved_bytes), is_write)
+            if is_write:
+                self._sums[start] = zlib.crc32(view)  # some 4 GB/s a thread: eight keep up with a disk
+            file.move(view, self._start + start, is_write)
+            if not is_write and self._sums.get(start) not in (None, zlib.crc32(view)):
+                raise OSError(f"{len(view)} bytes at {self._start + start} are others than were written")
         except Exception as caught:  # it is raised in the training thread
             error = caught
         with file.changes:
@@ -366,22 +370,11 @@ class DiskBuffer(HostBuffer):
                 file.error = file.error or self.error
             else:
                 file.traffic.from_file += self._moved_bytes
-                file.ready[self] = None
             if is_write == (self.error is None):  # a write that failed leaves the bytes in the buffer
-                file.ready.pop(self, None)
                 memory, self.memory = self.memory, None
                 assert memory is not None
                 file.give_back(memory)
             file.start_wanted()
-
-    def _request(self, start: int, end: int, is_write: bool) -> None:
-        assert self.memory is not None
-        view = memoryview(self.memory.tensor.numpy())[start:end]
-        if is_write:
-            self._sums[start] = zlib.crc32(view)  # some 4 GB/s a thread: eight keep up with a disk
-        self._file.move(view, self._start + start, is_write)
-        if not is_write and self._sums.get(start) not in (None, zlib.crc32(view)):
-            raise OSError(f"{end - start} bytes at {self._start + start} are others than were written")
 
 
 def _wait_for(has_happened: Callable[[], bool]) -> None:

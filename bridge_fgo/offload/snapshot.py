@@ -8,7 +8,7 @@ from typing import Any, override
 import torch
 
 from bridge_fgo.memory.guard import own
-from bridge_fgo.memory.host_buffer import shared_copy
+from bridge_fgo.memory.host_buffer import CopyFile, shared_copy
 from bridge_fgo.memory.slab import Part, Slab, SlabState, require_readable
 from bridge_fgo.memory.state_tensor import State
 from bridge_fgo.memory.transfers import Transfers
@@ -44,6 +44,7 @@ class Snapshot:
         self._transfers = transfers
         self._copies = copies
         self._shares = shares
+        self.file: CopyFile | None = None  # for copies, if the host has no room for these
         self._lends = lends
         self._borrowed: deque[list[Slab]] = deque()  # slabs that were released before, part by part
         self._here: list[Slab] = []  # slabs that were on the GPU before, and are copied out to be lent
@@ -94,6 +95,8 @@ class Snapshot:
         return self._copy(host) if self._copies else host
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.file is not None and (copied := self.file.copy(tensor)) is not None:
+            return copied
         return shared_copy(tensor) if self._shares else host_copy(tensor)
 
     def _can_lend(self, slab: Slab) -> bool:

@@ -39,6 +39,7 @@ from bridge_fgo.tools.show import are_not_installed, readable_bytes, tell
 
 DISTRIBUTIONS = ("megatron-bridge", "megatron-core", "transformer-engine", "nemo-run", "nvidia-resiliency-ext")
 DRIVER = Path("/proc/driver/nvidia/version")
+BLOCK_DEVICES = Path("/sys/dev/block")
 REFUSED = 1
 CONFIG_NOT_READ = 2
 
@@ -262,6 +263,28 @@ def _examine_folder(findings: Findings, folder: str, ranks: int, machine: Machin
             os.close(direct_file(folder, max(in_file * ranks, BLOCK_BYTES)))
         except ValueError as error:
             findings.refuse([str(error)], estimate.job.flag)
+        else:
+            _examine_wear(findings, folder, in_file * ranks)
+
+
+def _examine_wear(findings: Findings, folder: str, written: int) -> None:
+    """Note how often a day steps that write so many bytes write the whole drive."""
+    device = os.stat(folder).st_dev
+    drives = _drives(BLOCK_DEVICES / f"{os.major(device)}:{os.minor(device)}")
+    if whole := sum(512 * int((drive / "size").read_text()) for drive in drives if drive.exists()):
+        daily = written * 1440 / whole
+        (findings.warnings if daily > 1 else findings.notes).append(
+            f"nvme_folder={folder!r}: a step a minute writes the drive's {whole / 1e12:.3g} TB {daily:.2g} times a "
+            f"day; drives of data centres are rated for 1 to 3 such writes, and steps of {60 * daily:.0f} s do 1"
+        )
+
+
+def _drives(block: Path) -> set[Path]:
+    """Return the drives of a block device in sysfs, through partitions, LVM and RAID."""
+    block = block.resolve()
+    block = block.parent if (block / "partition").exists() else block
+    below = list((block / "slaves").glob("*"))
+    return set().union(*map(_drives, below)) if below else {block}
 
 
 def _examine_memory(

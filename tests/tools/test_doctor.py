@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from bridge_fgo.tools.job import job as job_module
 from bridge_fgo.tools.job.job import sections_of
 from bridge_fgo.tools.job.parallel import SIZES, parallel_of
 from bridge_fgo.tools.plan import command as plan_command
+from bridge_fgo.tools.plan import estimate as plan_estimate
 from bridge_fgo.tools.plan import report
 from bridge_fgo.tools.plan.estimate import Estimate
 from bridge_fgo.tools.plan.systems import SYSTEMS
@@ -217,6 +219,7 @@ def test_survive_crash_takes_twice_the_host_memory_and_six_times_with_a_buddy(co
 def test_what_the_host_has_no_room_for_is_in_files_whose_folder_is_examined(config, four_gpus, tmp_path, monkeypatch):
     require_direct_files(tmp_path)
     monkeypatch.setattr(slab_file, "BUFFERS", 1)
+    monkeypatch.setattr(plan_estimate, "DISK_RATES", (0.001,))
     asked = "doctor", config(), "--no-probe"
     whole = told(*asked)[1]["config"]["pinned_by_node"]
 
@@ -227,8 +230,28 @@ def test_what_the_host_has_no_room_for_is_in_files_whose_folder_is_examined(conf
 
     pinned, notes, refusals = in_folder(tmp_path)
     assert 0 < pinned <= 0.7 * whole and refusals == ""
-    assert "a node, which each step reads and writes (" in notes and "s at 6 GB/s" in notes
+    assert "a node, which each step reads and writes (" in notes
+    of_node, seconds = re.search(r"([\d.]+) MiB a node.* waits ([\d.]+) s .* of reads and writes", notes).groups()
+    assert float(seconds) == pytest.approx(2 * float(of_node) * 2**20 / 1e6, rel=0.01)
     assert "a tmpfs is memory of the host" in in_folder("/dev/shm")[2]
+
+
+def test_wear_is_told_by_the_drives_under_partitions_and_lvm_and_warned_of_above_1(tmp_path, monkeypatch):
+    device = os.stat(tmp_path).st_dev
+    volume = tmp_path / f"{os.major(device)}:{os.minor(device)}" / "slaves"
+    volume.mkdir(parents=True)
+    for drive in ("sda", "sdb"):
+        partition = tmp_path / drive / f"{drive}1"
+        partition.mkdir(parents=True)
+        (partition / "partition").write_text("1")
+        (tmp_path / drive / "size").write_text(f"{10**9}\n")
+        (volume / partition.name).symlink_to(partition)
+    monkeypatch.setattr(doctor, "BLOCK_DEVICES", tmp_path)
+    found = doctor.Findings({}, {})
+    for written in (10**9, 2 * 10**8):
+        doctor._examine_wear(found, str(tmp_path), written)
+    told = [lines[0].split(": ")[1].split(";")[0] for lines in (found.warnings, found.notes) if len(lines) == 1]
+    assert told == [f"a step a minute writes the drive's 1.02 TB {times} times a day" for times in ("1.4", "0.28")]
 
 
 def test_the_memory_that_is_pinned_is_of_all_that_may_leave_and_mcores_copies_are_of_whole_masters(config, four_gpus):

@@ -224,11 +224,11 @@ def make_estimate(
     if offload.nvme_folder is not None and isinstance(offload.host_memory_gib, float | int):
         in_file = max(of_rank.in_file for of_stage in states for of_rank in of_stage)
         of_node = in_file * ranks_of_node
-        waits = ", ".join(f"{of_node / rate / 1e9:.1f} s at {rate} GB/s" for rate in DISK_RATES)
+        waits = ", ".join(f"{2 * of_node / rate / 1e9:.1f} s at {rate} GB/s" for rate in DISK_RATES)
         notes.append(
             f"nvme_folder: {readable(in_file)} a rank in files, {readable(of_node)} a node, which each step reads and "
             f"writes ({of_node * 1440 / 1e12:.3g} TB a day with a step a minute); where the GPU has no room for it, a "
-            f"step waits {waits}"
+            f"step waits {waits}, of reads and writes together"
         )
     return Estimate(job, offload, stages, states, pinned, of_links, notes, room)
 
