@@ -22,7 +22,6 @@ sys.path.append(str(TESTS))  # of the harness, and of uses of what is away
 CYCLES = 3
 SPOILED_EACH = 4
 """After the first cycles, how often free memory is spoiled: that takes seconds where the GPU has 141 GB."""
-BLOCK_BYTES = 2**29
 UNUSED = (
     *("add_bias_linear", "persist_layer_norm", "apply_rope_fusion", "gradient_accumulation_fusion"),
     *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
@@ -186,30 +185,6 @@ def link() -> dict[str, float]:
     return {"out": speeds["d2h"], "back": speeds["h2d"]}
 
 
-def driver(nbytes: int) -> dict[str, float]:
-    """Return the least bytes a second that the driver takes back, and gives, by PyTorch's allocator, in five turns.
-
-    The least, since a bar by it holds for each phase. nbytes: what a sleep returns; of 4 GiB the driver takes back more
-    a second than of 29 GB: 449 and 334 GB (H200).
-    """
-    import torch
-
-    turns, count = list[dict[str, float]](), -(-nbytes // BLOCK_BYTES)
-    for _ in range(6):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        began = time.perf_counter()
-        blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(count)]
-        torch.cuda.synchronize()
-        given = time.perf_counter()
-        blocks.clear()
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-        took = {"back": given - began, "out": time.perf_counter() - given}
-        turns.append({way: count * BLOCK_BYTES / seconds for way, seconds in took.items()})
-    return {way: min(turn[way] for turn in turns[1:]) for way in ("back", "out")}  # the first warms up
-
-
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -354,8 +329,6 @@ def main(arguments: list[str] | None = None) -> None:
         if options.sleep == "never":
             continue
         if res is None:
-            if trainer.is_cuda:
-                result["link"], result["driver"] = link(), driver(18 * trainer.parameters)
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]
