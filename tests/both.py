@@ -10,6 +10,7 @@ import fused_adam
 import pytest
 import torch
 from cpu_training import CpuOptions, CpuTraining, StepRecord
+from spies import before
 from torch.distributed.tensor import DTensor
 
 import bridge_fgo
@@ -49,14 +50,7 @@ CONFIGURED = {
 
 def poison(patch):
     """Have storages be overwritten before they go. patch: a monkeypatch."""
-    empty = StorageSlab.empty
-
-    def poisoned(slab):
-        if not slab.is_away:
-            slab._bytes.fill_(0xFF)
-        return empty(slab)
-
-    patch.setattr(StorageSlab, "empty", poisoned)
+    before(patch, StorageSlab, "empty", lambda slab: slab.is_away or slab._bytes.fill_(0xFF))
 
 
 @contextlib.contextmanager
