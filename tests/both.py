@@ -103,6 +103,17 @@ def session_of(run):
     return vars(run.optimizer)[SESSION]
 
 
+def inner(run):
+    """Return the optimizer inside of a training's first one of mcore's."""
+    return getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0].optimizer
+
+
+def masters(run):
+    """Return the masters of all parameters that have one, by the parameters."""
+    parameters = [p for chunk in run.model for p in chunk.parameters() if p.requires_grad]
+    return [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
+
+
 def release(run):
     """Take a training to where its states are released, as in a forward pass; nothing if it is resident."""
     if run.options.offload:
