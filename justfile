@@ -18,7 +18,7 @@ test-gpu-debug PYTHON="python3" *ARGS="":
 # Sleeps and wakes by a framework's own functions (NAME: verl, skyrl or nemo_rl; PATH: a checkout), before and after
 # `install(frameworks=...)`: seconds, bytes, bits. Without a GPU a tiny model.
 framework NAME PATH PYTHON="uv run python" *ARGS="":
-    {{PYTHON}} tests/gpu/peers.py --peers {{PATH}} --arms {{NAME}} --sync {{ARGS}}
+    PYTHONPATH=tests {{PYTHON}} -m harness.sleeps {{NAME}} {{PATH}} {{ARGS}}
 
 # Lint, format, types and the direction of imports.
 check:

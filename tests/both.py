@@ -10,6 +10,7 @@ import fused_adam
 import pytest
 import torch
 from cpu_training import CpuOptions, CpuTraining, StepRecord
+from spies import before
 from torch.distributed.tensor import DTensor
 
 import bridge_fgo
@@ -49,14 +50,7 @@ CONFIGURED = {
 
 def poison(patch):
     """Have storages be overwritten before they go. patch: a monkeypatch."""
-    empty = StorageSlab.empty
-
-    def poisoned(slab):
-        if not slab.is_away:
-            slab._bytes.fill_(0xFF)
-        return empty(slab)
-
-    patch.setattr(StorageSlab, "empty", poisoned)
+    before(patch, StorageSlab, "empty", lambda slab: slab.is_away or slab._bytes.fill_(0xFF))
 
 
 @contextlib.contextmanager
@@ -107,6 +101,17 @@ def configure_trainings(set_attribute, changes):
 
 def session_of(run):
     return vars(run.optimizer)[SESSION]
+
+
+def inner(run):
+    """Return the optimizer inside of a training's first one of mcore's."""
+    return getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0].optimizer
+
+
+def masters(run):
+    """Return the masters of all parameters that have one, by the parameters."""
+    parameters = [p for chunk in run.model for p in chunk.parameters() if p.requires_grad]
+    return [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
 
 
 def release(run):

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, state_bytes, with_model
+from spies import note
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
@@ -310,14 +311,8 @@ def weights_of(optimizer):
 def most_held_in(training, run):
     """Run what updates; return the most bytes of slabs that the GPU held in an update."""
     held = []
-    update = InnerStep.update
-
-    def spy(inner, owner):
-        held.append(training.schedule.ledger.nbytes)
-        update(inner, owner)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InnerStep, "update", spy)
+        note(patch, held, InnerStep, "update", lambda *_: training.schedule.ledger.nbytes)
         run()
     return max(held)
 
@@ -327,12 +322,12 @@ def seen_at_changes(monkeypatch, look):
     seen = []
     change = Ledger.change
 
-    def note(ledger, *how):
+    def changed(ledger, *how):
         result = change(ledger, *how)
         seen.append(look())
         return result
 
-    monkeypatch.setattr(Ledger, "change", note)
+    monkeypatch.setattr(Ledger, "change", changed)
     return seen
 
 

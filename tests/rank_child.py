@@ -17,6 +17,7 @@ import children
 import fused_adam
 import pytest
 from saving import load, save
+from spies import before
 from storage_meter import PART_BYTES, engine, metered, two_parts
 
 from bridge_fgo.tools.standins.cuda import install_standins
@@ -272,13 +273,11 @@ def sleep_by_two_threads(rank: int, job: Job) -> dict[str, Any]:
     children.join_group(rank, job, timeout=job.timeout)
     first, second = (bridge_fgo.Residency(torch.nn.Linear(2, 2)) for _ in range(2))
     is_amid, has_slept = threading.Event(), threading.Event()
-    empty = StorageSlab.empty
 
-    def emptied(slab: StorageSlab) -> int:
+    def be_amid(slab: StorageSlab) -> None:
         if rank == 0 and slab in first._memory.weights.slabs:
             is_amid.set()
             has_slept.wait(0.5)
-        return empty(slab)
 
     errors = []
 
@@ -290,7 +289,7 @@ def sleep_by_two_threads(rank: int, job: Job) -> dict[str, Any]:
     thread = threading.Thread(target=sleep_second)
     thread.start()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StorageSlab, "empty", emptied)
+        before(patch, StorageSlab, "empty", be_amid)
         errors.append(error_of(first.offload))
         is_amid.set()
         thread.join()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import debug_transfers as debug
 import torch
+from spies import before
 
 from bridge_fgo.memory import transfers
 from bridge_fgo.memory.gradient_bucket import BucketState, GradientBucket
@@ -207,13 +208,7 @@ def install(monkeypatch):
     _watch_slabs(monkeypatch, order)
     _watch_gradient_buckets(monkeypatch, order)
     _watch_poison(monkeypatch, order)
-    copy = snapshot.host_copy
-
-    def copies(tensor):
-        order.read_by_the_host(tensor)
-        return copy(tensor)
-
-    monkeypatch.setattr(snapshot, "host_copy", copies)
+    before(monkeypatch, snapshot, "host_copy", order.read_by_the_host)
     return order
 
 

@@ -12,6 +12,7 @@ from cpu_model import microbatches
 from fault_child import break_at
 from lanes import in_lanes
 from saving import FORMATS, Saved, load, save, send_all_away
+from spies import note
 from storage_meter import PART_BYTES, SMALL, StorageMeter, engine, masters, metered, two_parts, weights_and_gradients
 from test_parity import BF16_MOMENTS, FP16_MASTERS, FP16_MOMENTS
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -423,17 +424,12 @@ def test_gated_layers_whose_layout_is_changed_are_loaded_as_in_a_resident_run(sa
 
 @pytest.mark.slow
 def test_no_state_is_on_the_device_while_a_checkpoint_is_read_wherever_they_were_before(saved, monkeypatch):
-    commit, held, before = DefaultLoadPlanner.commit_tensor, [], saved("fsdp")
+    held, before = [], saved("fsdp")
     with training(True, **FSDP) as run:
         steps(run)
         bridge_fgo.reload_states()
         assert run.live_state_bytes() >= engine().state_bytes
-
-        def commit_tensor(planner, read_item, tensor):
-            held.append(run.live_state_bytes())
-            commit(planner, read_item, tensor)
-
-        monkeypatch.setattr(DefaultLoadPlanner, "commit_tensor", commit_tensor)
+        note(monkeypatch, held, DefaultLoadPlanner, "commit_tensor", lambda *_: run.live_state_bytes())
         load(run, before.folders[FORMATS[0]])
         assert held and max(held) == 0
         assert bits(run) == before.bits

@@ -8,6 +8,7 @@ import pytest
 import torch
 from both import OPTIMIZERS, PACKED, WHOLE, bits, numbers, resident, same_steps, session_of, steps, training
 from lanes import in_lanes
+from spies import note
 
 import bridge_fgo
 from bridge_fgo.offload.schedule import Schedule
@@ -214,18 +215,16 @@ def updates(monkeypatch, landed, offload, config=WHOLE):
     """Train with what has landed as said; return the parameters of every step in the order of their updates."""
     from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-    seen, orthogonalize = [], TensorParallelMuon.orthogonalize
+    seen = []
 
-    def noted(muon, param, grad, **kwargs):
-        params = [id(each) for group in whole.param_groups for each in group["params"]]
-        seen.append(params.index(id(param)))
-        return orthogonalize(muon, param, grad, **kwargs)
+    def number(muon, param, grad, **kwargs):
+        return [id(each) for group in whole.param_groups for each in group["params"]].index(id(param))
 
     with monkeypatch.context() as patch, training(offload, config, **MUON) as run:
         muon = next(leaf.optimizer for leaf in run.optimizer.chained_optimizers if "Muon" in str(leaf.optimizer))
         # While a part is updated, the param groups of the optimizer itself have its parameters alone.
         whole = torch.optim.SGD([{"params": list(group["params"])} for group in muon.param_groups])
-        patch.setattr(TensorParallelMuon, "orthogonalize", noted)
+        note(patch, seen, TensorParallelMuon, "orthogonalize", number)
         if offload:
             parts = session_of(run).engine.schedule.parts
             numbers = {slab: number for number, part in enumerate(parts) for slab in part.slabs}

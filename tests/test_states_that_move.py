@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, both, exact, release, steps, training
+from both import OPTIMIZERS, PACKED, WHOLE, both, exact, inner, masters, release, steps, training
 
 from bridge_fgo.bridge.session import SESSION
 from bridge_fgo.memory.gradient_bucket import GradientBucket
@@ -19,15 +19,6 @@ pytestmark = pytest.mark.usefixtures("cpu_standins")
 
 RAN_ON = "CPU"
 PAIRS = [(0, 3), (1, 2), (5, 17), (6, 18), (9, 11), (10, 22)]  # within a slab, and of slabs that hold one state each
-
-
-def inner(run):
-    return getattr(run.optimizer, "chained_optimizers", [run.optimizer])[0].optimizer
-
-
-def masters(run):
-    parameters = [p for chunk in run.model for p in chunk.parameters() if p.requires_grad]
-    return [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
 
 
 def entries(run):

@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from both import OPTIMIZERS, PACKED, WHOLE, bits, both, exact, release, session_of, steps, training
+from both import OPTIMIZERS, PACKED, WHOLE, bits, both, exact, inner, masters, release, session_of, steps, training
 from lanes import in_lanes
 from saving import send_all_away, tensors_in
 
@@ -19,16 +19,6 @@ from bridge_fgo.bridge import state_wrappers
 from bridge_fgo.memory.guard import is_guarded
 
 pytestmark = pytest.mark.usefixtures("cpu_standins")
-
-
-def masters(training):
-    parameters = [p for chunk in training.model for p in chunk.parameters() if p.requires_grad]
-    return [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
-
-
-def inner(training):
-    leaf = getattr(training.optimizer, "chained_optimizers", [training.optimizer])[0]
-    return leaf.optimizer
 
 
 def moments(training):

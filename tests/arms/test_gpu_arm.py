@@ -27,6 +27,7 @@ CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_ite
         ("--fsdp optim --no-distributed", "--fsdp"),
         ("--fp8-weights blockwise --no-distributed", "--fp8-weights"),
         ("--hybrid --offload on", "--hybrid"),
+        ("--own-loop --offload on", "--own-loop"),
         ("--layer-wise --offload on", "--layer-wise goes with"),
         ("--layer-wise --optimizer dist_muon", "--layer-wise goes with"),
     ],

@@ -1,4 +1,4 @@
-"""The GPU lane on a machine without a GPU, and what of a failed arm's log a test shows."""
+"""The GPU lane and the bench of sleeps on a machine without a GPU, and what of a failed arm's log a test shows."""
 
 import json
 import os
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from children import run_python
 
-from harness.arms.runner import telling_lines
+from harness import sleeps
+from harness.arms.runner import ArmRun, EventTail, environment_of, telling_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +33,20 @@ def test_an_arm_that_uses_what_is_away_runs_without_a_gpu_and_each_use_is_refuse
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert not found["others"] and len(found["refused"]) > 15
+
+
+@pytest.mark.slow
+def test_the_bench_of_sleeps_is_bitwise_without_a_gpu(tmp_path, capsys):
+    arms = {}
+    for by in ("never", "ours", "mcore"):
+        options = ["--by", by, "--cpu", "--steps", "2", "--no-dp-overlap", "--events", str(tmp_path / by)]
+        done = run_python([sys.executable, "-m", sleeps.ARM, *options], env=environment_of(os.environ), cwd=ROOT)
+        assert done.returncode == 0, done.stderr[-3000:]
+        arms[by] = ArmRun(by)
+        for event in EventTail(tmp_path / by).new_events():
+            arms[by].add(event)
+    assert sleeps.tell(arms, is_on_gpu=False)
+    assert [line.count("equal") for line in capsys.readouterr().out.splitlines()[-2:]] == [1, 1]
 
 
 def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines_and_a_short_log_once():

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from quantized_weights import Float8Tensor
+from spies import before, fail
 
 from bridge_fgo.engines import gradients as gradients_module
 from bridge_fgo.engines.gradients import MANAGED
@@ -38,16 +39,13 @@ class NoMemory:
     def __init__(self, patch):
         self.fails = False
         self.spared = 0
-        allocate = GradientBucket.allocate
+        before(patch, GradientBucket, "allocate", self.refuse)
 
-        def allocates(bucket):
-            if self.fails and bucket.gpu is None:
-                if not self.spared:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-                self.spared -= 1
-            allocate(bucket)
-
-        patch.setattr(GradientBucket, "allocate", allocates)
+    def refuse(self, bucket):
+        if self.fails and bucket.gpu is None:
+            if not self.spared:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            self.spared -= 1
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -225,17 +223,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     def fail_to_close(self, buffer):
         """Try to close without memory for a buffer, or for a bucket where that is -1: what is left is as it was."""
-        fill, left = gradients_module.fill, [buffer]
-
-        def fills(*args):
-            left[0] -= 1
-            if left[0] == -1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            fill(*args)
-
         self.no_memory.fails = buffer < 0
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(torch.OutOfMemoryError):
-            patch.setattr(gradients_module, "fill", fills)
+            fail(patch, gradients_module, "fill", torch.OutOfMemoryError, call=buffer + 1)
             self.gradients.close()
         self.no_memory.fails = False
         assert self.ddp.different() == []

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from spies import note
 from toy_source import TorchSource
 
 from bridge_fgo.config import OffloadConfig
@@ -102,8 +103,7 @@ def test_the_hosts_time_of_every_move_is_counted(monkeypatch):
     before, moved = engine.traffic.seconds, []
     monkeypatch.setattr(time, "perf_counter", lambda: len(moved))
     for name in ("copy_out", "release", "copy_in", "wait_in"):
-        move = getattr(Transfers, name)
-        monkeypatch.setattr(Transfers, name, lambda *of, move=move: (moved.append(move), move(*of))[1])
+        note(monkeypatch, moved, Transfers, name, name)
     engine.offload_now()
     engine.require_readable()
     assert engine.traffic.seconds - before == pytest.approx(len(moved)) and len(moved) == 4 * len(engine.slabs)

@@ -19,7 +19,6 @@ from bridge_fgo.memory.auto_budget import LEAST_MARGIN
 from bridge_fgo.memory.transfers import CudaTransfers, Lane
 from bridge_fgo.offload.policy import HoldPolicy
 from bridge_fgo.offload.snapshot import Snapshot
-from bridge_fgo.recipes import process
 from bridge_fgo.states.distributed import McoreSource
 from bridge_fgo.states.inner_step import InnerStep
 from harness.arms import gpu
@@ -130,25 +129,6 @@ def touch(file: str) -> None:
     gpu_recorder.ArmRecorder = Toucher  # type: ignore[misc]
 
 
-def drive(engine: str) -> None:
-    """Put `Residency.training_step` around each of Bridge's steps, in the place of the flag: a loop of one's own."""
-    process.use_one_rank_by_default()
-    bridge_fgo.install()
-    from megatron.bridge.training import train
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    step, config = train.train_step, bridge_fgo.OffloadConfig(engine=engine)  # type: ignore[arg-type]
-    residencies: dict[int, Any] = {}
-
-    def driven(forward_step: Any, data: Any, model: Any, optimizer: Any, *others: Any) -> Any:
-        if id(optimizer) not in residencies:
-            residencies[id(optimizer)] = bridge_fgo.Residency(model, optimizer, config)
-        with residencies[id(optimizer)].training_step(get_num_microbatches()):
-            return step(forward_step, data, model, optimizer, *others)
-
-    train.train_step = driven  # type: ignore[assignment]
-
-
 def sleep(first: str) -> None:
     """After each step from the `first` on, have the training sleep, overwrite what is free, and wake it."""
     from phases_arm import spoil
@@ -200,7 +180,7 @@ def spread_sequences(ranks: str) -> None:
 
 
 CHANGES = {
-    "FAULT": plant, "RACE": take_out_a_wait, "ALLOWED_BYTES": allow, "TOUCHED": touch, "OWN_LOOP": drive,
+    "FAULT": plant, "RACE": take_out_a_wait, "ALLOWED_BYTES": allow, "TOUCHED": touch,
     "SLEEP_FROM_STEP": sleep, "LENGTHS": turn, "RELEASED_THROUGHOUT": release_throughout,
     "CONTEXT_PARALLEL": spread_sequences,
 }  # fmt: skip

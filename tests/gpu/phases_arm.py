@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ sys.path.append(str(TESTS))  # of the harness, and of uses of what is away
 CYCLES = 3
 SPOILED_EACH = 4
 """After the first cycles, how often free memory is spoiled: that takes seconds where the GPU has 141 GB."""
-BLOCK_BYTES = 2**29
 UNUSED = (
     *("add_bias_linear", "persist_layer_norm", "apply_rope_fusion", "gradient_accumulation_fusion"),
     *("masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion", "cross_entropy_loss_fusion"),
@@ -36,10 +36,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--sleep",
-        choices=("never", "whole", "packed", "touched", "swapped"),
+        choices=("never", "whole", "packed", "touched", "swapped", "saved"),
         default="never",
-        help="how masters leave; touched, swapped: see `touch` and `swap`",
+        help="how masters leave; touched, swapped, saved: see `touch`, `swap` and `save`",
     )
+    parser.add_argument("--strategy", choices=("nvrx", "mcore"), default="nvrx", help="whose worker writes saves")
+    parser.add_argument("--constant-structure", action="store_true", help="of saves")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--side-stream", action="store_true", help="train and sleep on a stream of its own")
     parser.add_argument("--sharing", type=int, default=1, help="how many arms have the GPU at the same time")
@@ -178,38 +180,6 @@ def sum_of(tensors: list[Any]) -> int:
     return total
 
 
-def link() -> dict[str, float]:
-    """Returns the speed of pinned copies in bytes a second, out and back."""
-    from bridge_fgo.tools.link import measure
-
-    speeds = measure()
-    return {"out": speeds["d2h"], "back": speeds["h2d"]}
-
-
-def driver(nbytes: int) -> dict[str, float]:
-    """Return the least bytes a second that the driver takes back, and gives, by PyTorch's allocator, in five turns.
-
-    The least, since a bar by it holds for each phase. nbytes: what a sleep returns; of 4 GiB the driver takes back more
-    a second than of 29 GB: 449 and 334 GB (H200).
-    """
-    import torch
-
-    turns, count = list[dict[str, float]](), -(-nbytes // BLOCK_BYTES)
-    for _ in range(6):
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        began = time.perf_counter()
-        blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(count)]
-        torch.cuda.synchronize()
-        given = time.perf_counter()
-        blocks.clear()
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-        took = {"back": given - began, "out": time.perf_counter() - given}
-        turns.append({way: count * BLOCK_BYTES / seconds for way, seconds in took.items()})
-    return {way: min(turn[way] for turn in turns[1:]) for way in ("back", "out")}  # the first warms up
-
-
 def memory() -> dict[str, int]:
     """Returns what PyTorch has allocated, and what the driver has free, in bytes."""
     import torch
@@ -251,7 +221,7 @@ PHASES = (
 )
 
 
-def touch(trainer: Trainer) -> dict[str, Any]:
+def touch(trainer: Trainer, options: argparse.Namespace) -> dict[str, Any]:
     """Trains three steps, with a sleep after the first and the second, and every use of what is away in it.
 
     Returns what was refused by name, and what not, beside losses and sums.
@@ -281,7 +251,7 @@ def touch(trainer: Trainer) -> dict[str, Any]:
     return {**result, "sums": [trainer.sums()]}
 
 
-def swap(trainer: Trainer) -> dict[str, Any]:
+def swap(trainer: Trainer, options: argparse.Namespace) -> dict[str, Any]:
     """Trains three steps; between them keeps weights, swaps them in awake and asleep, and offloads frozen ones alone.
 
     Returns the bytes and seconds of each call, beside losses, and sums outside of the swaps and in them.
@@ -295,7 +265,6 @@ def swap(trainer: Trainer) -> dict[str, Any]:
     frozen = sum(param.numel() for param in trainer.ddp.parameters() if not param.requires_grad)
     result |= {"trained": trainer.parameters - frozen, "frozen": frozen}
     residency = bridge_fgo.Residency(trainer.ddp, trainer.optimizer)
-    result["link"] = link() if trainer.is_cuda else {"out": 1.0, "back": 1.0}
 
     def call(name: str, act: Callable[[], Any]) -> None:
         free, began = memory()["free"], time.perf_counter()
@@ -330,6 +299,96 @@ def swap(trainer: Trainer) -> dict[str, Any]:
     return {**result, "sums": [*result["sums"], trainer.sums()]}
 
 
+def sharded_tensors(trainer: Trainer) -> dict[str, Any]:
+    """Returns the state dictionary of a checkpoint."""
+    model = trainer.ddp.module.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    return {"model": model, "optimizer": trainer.optimizer.sharded_state_dict(model, metadata=metadata)}
+
+
+def copies(state: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Returns key, place and bytes of each tensor that is to be saved."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    tensors = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
+    return [(each.key, each.global_slice(), bits(each.data)) for each in tensors]
+
+
+def bits(tensor: Any) -> Any:
+    """Returns a tensor's bytes on the host."""
+    import torch
+
+    return tensor.detach().cpu().clone().reshape(-1).view(torch.uint8)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Returns the tensors of a checkpoint, by PyTorch alone."""
+    import torch
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = checkpoint.FileSystemReader(folder)
+    parts = reader.read_metadata().state_dict_metadata.items()
+    found = {
+        key: torch.empty(each.size, dtype=each.properties.dtype)
+        for key, each in parts
+        if isinstance(each, TensorStorageMetadata)
+    }
+    checkpoint.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def save(trainer: Trainer, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains nine steps, saves every third in the background, and sleeps after each, while the worker may still write.
+
+    By mcore's `dist_checkpointing`: weights, masters and moments from the GPU. On the CPU the worker is forked.
+    """
+    import torch
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy, get_async_strategy
+
+    import bridge_fgo
+
+    calls = get_async_strategy(options.strategy, "AsyncCallsQueue")[1](persistent=trainer.is_cuda)
+    strategy = TorchDistSaveShardedStrategy(cached_metadata=options.constant_structure)
+    res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer)
+    result: dict[str, Any] = {"parameters": trainer.parameters, "stale": {}, "sleeps": [], "warnings": []}
+    expected = {}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(1, 10):
+            trainer.step(number)
+            if number % 3 == 0:
+                state = sharded_tensors(trainer)
+                expected[number] = copies(state)
+                to = Path(folder) / str(number)
+                to.mkdir()
+                request = dist_checkpointing.save(
+                    state, str(to), strategy, async_sharded_save=True, async_strategy=options.strategy
+                )
+                del state
+                calls.schedule_async_request(request)
+                del request
+            moved = res.offload()
+            sleep = {"step": number, "unfinished": calls.get_num_unfinalized_calls(), "after": memory()}
+            result["sleeps"].append({**sleep, "stays": moved.stays, "freed": moved.freed, "returned": moved.returned})
+            spoil(1)
+            res.reload()
+            calls.maybe_finalize_async_calls(blocking=True)
+        calls.close()
+        result["warnings"] = [str(each.message) for each in said if "still taken" in str(each.message)]
+        for number, tensors in expected.items():
+            saved = read(Path(folder) / str(number))
+            stale = [key for key, place, wanted in tensors if not torch.equal(bits(saved[key][place]), wanted)]
+            result["stale"][number] = sorted(set(stale))
+            result["tensors"] = len(tensors)
+    return result
+
+
+ACTS = {"touched": touch, "swapped": swap, "saved": save}
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Runs the arm."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -339,8 +398,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     import bridge_fgo
 
-    if options.sleep in ("touched", "swapped"):
-        print(json.dumps((touch if options.sleep == "touched" else swap)(trainer)), flush=True)
+    if options.sleep in ACTS:
+        print(json.dumps(ACTS[options.sleep](trainer, options)), flush=True)
         return
     if options.side_stream and trainer.is_cuda:
         torch.cuda.synchronize()
@@ -354,8 +413,6 @@ def main(arguments: list[str] | None = None) -> None:
         if options.sleep == "never":
             continue
         if res is None:
-            if trainer.is_cuda:
-                result["link"], result["driver"] = link(), driver(18 * trainer.parameters)
             config = bridge_fgo.OffloadConfig(engine="native", master_remainders=options.sleep == "packed")
             res = bridge_fgo.Residency(trainer.ddp, trainer.optimizer, config)
             result["pinned"] = [res.pinned_bytes]

@@ -2,8 +2,8 @@
 
     pytest -m gpu -s tests/gpu/test_saves_on_gpu.py
 
-What was measured is printed (`-s`). Without a GPU `python tests/gpu/saves_arm.py --strategy mcore` runs an arm with a
-tiny model on the CPU.
+What was measured is printed (`-s`). Without a GPU `python tests/gpu/phases_arm.py --sleep saved --strategy mcore` runs
+an arm with a tiny model on the CPU.
 """
 
 import pytest
@@ -26,7 +26,7 @@ pytestmark = NEEDS_CUDA
 def test_each_save_has_the_bytes_of_its_step_and_a_sleep_gets_all_memory_while_it_is_written(
     options: tuple[str, ...],
 ) -> None:
-    run = printed("saves_arm", "--layers", "8", *options)
+    run = printed("phases_arm", "--sleep", "saved", "--layers", "8", *options)
     for sleep in run["sleeps"]:
         print(sleep)
     print(f"{run['tensors']} tensors a save, stale: {run['stale']}, {run['warnings']}")

@@ -8,6 +8,7 @@ from fake_optimizer import make_distributed_optimizer, with_model
 from fake_training import Meter, Training, masters_of, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import note
 
 from bridge_fgo.config import OffloadConfig
 from bridge_fgo.engines.native import NativeEngine
@@ -288,8 +289,7 @@ def test_before_masters_leave_between_steps_the_weights_are_looked_up(monkeypatc
     # A parameter buffer may have been let go of and taken again: a kernel would read where it was.
     training, calls = make(), []
     for name in ("locate", "encode"):
-        real = getattr(Remainders, name)
-        monkeypatch.setattr(Remainders, name, lambda *a, n=name, r=real: (calls.append(n), r(*a))[1])
+        note(monkeypatch, calls, Remainders, name, name)
     for _ in range(2):  # the second time nothing is here
         training.engine.offload_now()
         assert calls == ["locate", "encode"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from fake_optimizer import make_distributed_optimizer, step
 from fake_training import Training, masters_of
+from spies import fail, note
 from stream_order import install
 
 from bridge_fgo.bridge import patch, state_wrappers
@@ -151,15 +152,9 @@ def test_parts_that_take_turns_in_a_save_come_back_once():
 
 def test_what_interrupts_a_save_comes_out_and_the_rest_of_what_was_borrowed_goes_back(monkeypatch):
     optimizer, engine, source, _ = in_bf16()
-    borrowed, copies = [], Transfers.copy_in
-
-    def copy_in(transfers, slab):
-        borrowed.append(slab)
-        if len(borrowed) == 3:
-            raise KeyboardInterrupt
-        copies(transfers, slab)
-
-    monkeypatch.setattr(Transfers, "copy_in", copy_in)
+    borrowed = []
+    fail(monkeypatch, Transfers, "copy_in", KeyboardInterrupt, call=3)
+    note(monkeypatch, borrowed, Transfers, "copy_in", lambda transfers, slab: slab)
     with pytest.raises(KeyboardInterrupt), engine.saving(source, copies=True):
         for param in masters_of(optimizer):
             engine.hand_out(source, param, lambda: {})

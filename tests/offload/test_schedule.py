@@ -6,6 +6,7 @@ import pytest
 from fake_training import MANY_SIZES, WHOLE, Training, mark, most_held_in, trained
 from hypothesis import given
 from hypothesis import strategies as st
+from spies import note
 
 from bridge_fgo.engines.native import NativeEngine
 from bridge_fgo.memory.remainders import Remainders
@@ -84,10 +85,7 @@ def test_masters_of_small_parts_are_packed_and_made_together(monkeypatch, optimi
     training = trained(optimizers=optimizers, **TOGETHER)
     moves = {"encode": [], "decode": []}
     for name, seen in moves.items():
-        real = getattr(Remainders, name)
-        monkeypatch.setattr(
-            Remainders, name, lambda family, of, real=real, seen=seen: (seen.append(len(of)), real(family, of))[1]
-        )
+        note(monkeypatch, seen, Remainders, name, lambda family, of: len(of))
     assert most_held_in(training, training.step) <= training.schedule.step_limit
     assert sum(moves["encode"]) == len(training.parts()) > 2 * len(moves["encode"])
     assert max(moves["decode"]) > 1
@@ -96,8 +94,8 @@ def test_masters_of_small_parts_are_packed_and_made_together(monkeypatch, optimi
 @pytest.mark.parametrize("together", [None, WHOLE])
 def test_masters_that_leave_again_keep_the_memory_that_they_came_in(monkeypatch, together):
     training = trained(layer=WHOLE // 2, together=together, sizes=MANY_SIZES)
-    take, taken = Slab._take_staging, []
-    monkeypatch.setattr(Slab, "_take_staging", lambda slab: (taken.append(slab), take(slab)))
+    taken = []
+    note(monkeypatch, taken, Slab, "_take_staging", lambda slab: slab)
     training.run_pass()
     training.update()
     assert taken and len(set(taken)) == len(taken)
@@ -140,13 +138,12 @@ def test_groups_are_whole_in_order_and_no_larger_than_they_may_be(sizes, togethe
 @pytest.mark.parametrize(("optimizers", "step"), [(1, 0), (2, WHOLE // 2)])
 def test_masters_that_are_copied_in_one_go_do_not_leave_before(monkeypatch, optimizers, step):
     sizes = [300, 700, 300, 700, 700, 300, 64, 300, 300, 40, 100, 3000]
-    write_back, gone = NativeEngine.write_back, []
+    gone = []
 
-    def writes_back(engine, source, copy):
-        gone.append([slab for slab in engine._slabs_of(source) if slab.state is SlabState.RELEASED])
-        return write_back(engine, source, copy)
+    def released(engine, source, copy):
+        return [slab for slab in engine._slabs_of(source) if slab.state is SlabState.RELEASED]
 
-    monkeypatch.setattr(NativeEngine, "write_back", writes_back)
+    note(monkeypatch, gone, NativeEngine, "write_back", released)
     training = trained(6, step=step, optimizers=optimizers, sizes=sizes, quantized=True)
     assert len(gone) == 6 * optimizers
     assert not any(slab.written_back for slabs in gone for slab in slabs)

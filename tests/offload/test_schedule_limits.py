@@ -22,6 +22,7 @@ from fake_training import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import note
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bridge_fgo.memory.layout import part_bytes
@@ -109,17 +110,13 @@ def test_a_few_slabs_at_a_time_are_on_their_way_packed(monkeypatch):
 def test_by_a_new_plan_nothing_comes_before_the_allocator_has_returned_what_it_caches_once(monkeypatch):
     training, order = trained(2, layer=WHOLE // 2), []
     for owner, name in ((SlabQueue, "return_cached"), (Transfers, "copy_in")):
-        monkeypatch.setattr(owner, name, noting(order, name, getattr(owner, name)))
+        note(monkeypatch, order, owner, name, name)
     training.run_pass()
     assert order[0] == "return_cached" and set(order[1:]) == {"copy_in"}
     training.finish()
     order.clear()
     training.run_pass()
     assert set(order) == {"copy_in"} and any(before < after for before, after in pairwise(training.held))
-
-
-def noting(order, name, real):
-    return lambda *of: (order.append(name), real(*of))[1]
 
 
 # Between steps, and at the begin and the end.

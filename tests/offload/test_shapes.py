@@ -8,6 +8,7 @@ import torch
 from fake_training import WHOLE, Training, seen_at_changes, use_small_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spies import note
 
 from bridge_fgo.memory.remainders import Remainders
 from bridge_fgo.memory.slab import SlabState
@@ -219,8 +220,7 @@ def test_no_step_is_above_what_releasing_throughout_has_reached_and_what_comes_a
 def test_where_no_profile_covers_the_next_pass_only_some_are_measured(monkeypatch):
     monkeypatch.setattr("bridge_fgo.offload.policy.MOST_LOST", 4)
     training, measured = Shapes(monkeypatch), []
-    add = HoldPolicy.add
-    monkeypatch.setattr(HoldPolicy, "add", lambda policy, one: (measured.append(one), add(policy, one)))
+    note(monkeypatch, measured, HoldPolicy, "add", lambda policy, one: one)
     for number in range(16):
         training.train(layers(WHOLE // 50, count=1, first=number + 1), SHORT)
     assert 4 < len(measured) <= 1 + 4 + 3
@@ -276,8 +276,8 @@ def test_a_peak_that_nothing_can_lower_is_let_be_in_the_end(monkeypatch, budget)
 
 def test_the_weights_are_checked_once_where_a_plan_holds_no_more(monkeypatch):
     training = planned(monkeypatch, SHORT)
-    sums, checks = Remainders.sums_now, []
-    monkeypatch.setattr(Remainders, "sums_now", lambda of, slabs: (checks.append(len(slabs)), sums(of, slabs))[1])
+    checks = []
+    note(monkeypatch, checks, Remainders, "sums_now", lambda family, slabs: len(slabs))
     point, at_points = training.engine.point, []
 
     def watched(mark):

@@ -10,6 +10,7 @@ import torch
 from debug_transfers import DebugTransfers
 from fake_meter import have_clocks_rest
 from fake_training import MANY_SIZES, POINTS, SIZES, WHOLE, Training, mark
+from spies import before
 from stream_order import HOST, TRAINING, Race, install
 
 from bridge_fgo.memory.slab import SlabState, decode_together, encode_together
@@ -139,15 +140,13 @@ class RandomTraining(Training):
 @pytest.fixture
 def updates_are_seen(order, monkeypatch):
     """An update writes the slabs of its part."""
-    update = InnerStep.update
 
-    def writes(inner, owner):
+    def write(inner, owner):
         for slab in () if owner is None else owner.slabs:
             if slab.gpu is not None:
                 order.write(("whole", slab))
-        update(inner, owner)
 
-    monkeypatch.setattr(InnerStep, "update", writes)
+    before(monkeypatch, InnerStep, "update", write)
 
 
 def train(order, seed, debug=False, **given):
@@ -282,13 +281,7 @@ def without_wait_for_a_copy_that_was_given_up(patch):
 
 
 def without_order_of_the_pieces(patch):
-    copy = Lane.copy
-
-    def copies(lane, *args):
-        lane._last = Nothing()
-        copy(lane, *args)
-
-    patch.setattr(Lane, "copy", copies)
+    before(patch, Lane, "copy", lambda lane, *args: setattr(lane, "_last", Nothing()))
 
 
 def with_a_readers_wait_that_counts_as_the_training_streams(patch):

@@ -18,6 +18,7 @@ from typing import ClassVar
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from spies import before
 
 from bridge_fgo.memory.slab import Slab
 from bridge_fgo.memory.storage_slab import StorageSlab
@@ -176,18 +177,8 @@ def caching_writer(monkeypatch):
         for cls in names:
             setattr(module, cls.__name__, cls)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    empty, free = StorageSlab.empty, Slab._free
-
-    def emptied(slab):
-        Block.leaves(slab.storage)
-        return empty(slab)
-
-    def freed(slab):
-        Block.leaves(slab._storage)
-        free(slab)
-
-    monkeypatch.setattr(StorageSlab, "empty", emptied)
-    monkeypatch.setattr(Slab, "_free", freed)
+    before(monkeypatch, StorageSlab, "empty", lambda slab: Block.leaves(slab.storage))
+    before(monkeypatch, Slab, "_free", lambda slab: Block.leaves(slab._storage))
     LOOK_UP["run"] = []
     yield LOOK_UP["run"]
     FileSystemWriterAsync._cached_identifiers.clear()

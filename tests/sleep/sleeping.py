@@ -8,6 +8,7 @@ import both
 import pytest
 import torch
 from cpu_training import CpuOptions
+from spies import fail
 
 import bridge_fgo
 from bridge_fgo.bridge import residency as residency_module
@@ -240,7 +241,7 @@ class Sleeper:
     def failing(self, owner, name, call=2, error=StillShared):
         """Context that a call of a method ends by an error, by default the second."""
         with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
-            fail(patch, owner, name, call, error)
+            fail(patch, owner, name, error, call)
             yield
         self.check()
 
@@ -375,27 +376,3 @@ def tally_of_a_gpu(patch, free, allocated, reserved):
     patch.setattr(torch.cuda, "memory_allocated", lambda device: allocated.pop(0))
     patch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     return Tally(torch.device("cuda", 0))
-
-
-def note(patch, order, owner, name, word, with_slab=False):
-    """Append a word, or (word, slab) of a verb of a slab, whenever a method is called. patch: a monkeypatch."""
-    method = getattr(owner, name)
-
-    def noted(*of, **how):
-        order.append((word, *of[1:2]) if with_slab else word)
-        return method(*of, **how)
-
-    patch.setattr(owner, name, noted)
-
-
-def fail(patch, owner, name, call=2, error=StillShared):
-    """Have a call of a method, by default the second, fail. patch: a monkeypatch."""
-    act, calls = getattr(owner, name), []
-
-    def fails(*of, **how):
-        calls.append(of)
-        if len(calls) == call:
-            raise error("there was a fault")
-        return act(*of, **how)
-
-    patch.setattr(owner, name, fails)

@@ -19,6 +19,7 @@ import pytest
 import rank_child
 import torch
 from sleeping import buffers, frozen, gone
+from spies import note
 
 import bridge_fgo
 from bridge_fgo.bridge import framework_moves, framework_names, installation
@@ -248,8 +249,8 @@ def test_who_imported_by_name_what_was_patched_calls_the_frameworks_own_after_an
 
 
 def test_an_uninstall_closes_no_model_that_is_gone_as_other_ranks_may_have_collected_it(modules, sleeper, monkeypatch):
-    closed, close, me = [], bridge_fgo.Residency.close, sleeper()
-    monkeypatch.setattr(bridge_fgo.Residency, "close", lambda res: (closed.append(res), close(res)))
+    closed, me = [], sleeper()
+    note(monkeypatch, closed, bridge_fgo.Residency, "close", lambda res: res)
     gc.disable()
     try:
         with bridge_fgo.install(frameworks="nemo_rl"):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from both import CONFIGURED, PACKED, SMALL, WHOLE, both, exact, poison, session_of, steps, training
 from lanes import in_lanes
-from sleeping import KINDS, buffers, fail, lock_fails_once
+from sleeping import KINDS, buffers, lock_fails_once
+from spies import before, fail
 
 import bridge_fgo
 from bridge_fgo.engines.gradients import gradients_of
@@ -31,14 +32,7 @@ MODELS = {
 def poisoned_buckets(cpu_standins, monkeypatch):
     """Memory is overwritten before it goes, so that nothing can come back by chance."""
     poison(monkeypatch)
-    free = GradientBucket.free
-
-    def poisoned(bucket):
-        if bucket.gpu is not None:
-            bucket.gpu.fill_(0xFF)
-        free(bucket)
-
-    monkeypatch.setattr(GradientBucket, "free", poisoned)
+    before(monkeypatch, GradientBucket, "free", lambda bucket: bucket.gpu is None or bucket.gpu.fill_(0xFF))
 
 
 def sleeper_of(run, *optimizer):
@@ -177,7 +171,7 @@ def test_a_wake_without_memory_for_kept_gradients_leaves_all_of_them_away_and_ma
             if run.options.offload:
                 res.offload("grads", grads="keep")
                 with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-                    fail(patch, GradientBucket, "allocate", error=torch.OutOfMemoryError)
+                    fail(patch, GradientBucket, "allocate", torch.OutOfMemoryError)
                     res.reload()
                 assert res.away == {"grads"} and all(bucket.gpu is None for bucket in buckets(run))
                 res.reload()

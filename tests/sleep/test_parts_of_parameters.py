@@ -3,7 +3,8 @@
 import pytest
 import torch
 from both import PACKED
-from sleeping import KINDS, another_rank, experts, frozen, frozen_in_a_layer, note, trained
+from sleeping import KINDS, another_rank, experts, frozen, frozen_in_a_layer, trained
+from spies import note
 
 import bridge_fgo
 from bridge_fgo.sleep.moves import Wake

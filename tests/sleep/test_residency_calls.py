@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from cpu_training import CpuTraining
-from sleeping import KINDS, fail, gone, options, residency
+from sleeping import KINDS, gone, options, residency
+from spies import before, fail
 
 import bridge_fgo
 from bridge_fgo.memory.host_buffer import HostBuffer
@@ -134,14 +135,7 @@ def test_a_residency_that_nobody_holds_while_asleep_is_found_and_wakes_and_goes_
 def test_verbs_of_two_threads_take_turns(monkeypatch, training):
     res, ended = residency(training), []
     inside, woken = threading.Event(), threading.Event()
-    empty = StorageSlab.empty
-
-    def slow(slab):
-        inside.set()
-        woken.wait(0.5)
-        return empty(slab)
-
-    monkeypatch.setattr(StorageSlab, "empty", slow)
+    before(monkeypatch, StorageSlab, "empty", lambda slab: (inside.set(), woken.wait(0.5)))
 
     def wakes():
         inside.wait(10)
@@ -366,7 +360,7 @@ def test_weights_that_cannot_be_read_on_the_host_are_refused_by_name(training, m
 def test_after_a_constructor_that_failed_there_are_no_hooks_and_as_after_a_close_no_host_memory(training, monkeypatch):
     before = hooks(training)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="there was a fault"):
-        fail(patch, Checks, "on_optimizer", call=1, error=OSError)
+        fail(patch, Checks, "on_optimizer", OSError, call=1)
         residency(training)
     assert hooks(training) == before
     gc.collect()

@@ -19,15 +19,14 @@ from sleeping import (
     counted,
     double_masters,
     experts,
-    fail,
     frozen,
     frozen_in_a_layer,
     gone,
-    note,
     sleeping,
     tally_of_a_gpu,
     trained,
 )  # fmt: skip
+from spies import fail, note
 
 import bridge_fgo
 from bridge_fgo.memory.slab import MOST_IN_TRANSIT, StillShared
@@ -382,7 +381,7 @@ WEIGHTS_AWAY = {
 
 def wake_no_weights(res):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        fail(patch, StorageSlab, "fill", call=1, error=torch.OutOfMemoryError)
+        fail(patch, StorageSlab, "fill", torch.OutOfMemoryError, call=1)
         res.reload("params", "optimizer")
     assert res.away == {"params", "grads"}
 
@@ -508,7 +507,7 @@ def test_the_driver_gets_what_has_left_while_other_slabs_are_copied(sleeper, mon
     me = sleeper(experts=True, hidden=128, sequence=32, vocab=128, config=masters)
     packed, order = masters is PACKED, []
     for name in ("copy_out", "release", "await_released"):
-        note(monkeypatch, order, me.transfers, name, name, with_slab=True)
+        note(monkeypatch, order, me.transfers, name, lambda _, *slab, name=name: (name, *slab[:1]))
     monkeypatch.setattr(state_offloader, "return_to_driver", lambda device: order.append(("driver", me.gone())))
     me.res.offload()
     first = order[:]
@@ -616,7 +615,7 @@ def test_where_states_cannot_leave_the_weights_stay_and_their_copies_are_waited_
     me, order = sleeper(), []
     waken_alone(me)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        fail(patch, state_offloader.StateOffloader, "start_offload", call=1, error=MemoryError)
+        fail(patch, state_offloader.StateOffloader, "start_offload", MemoryError, call=1)
         note(patch, order, state_offloader.StateOffloader, "start_offload", "states")
         note(patch, order, StorageSlab, "copy_out", "weights")
         patch.setattr(moves, "wait_for_gpu", lambda device: order.append("wait"))

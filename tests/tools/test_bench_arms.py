@@ -98,6 +98,7 @@ ARMS = {
     "lazy": NATIVE | {"gradients": "lazy"},
     "gradients": NATIVE | {"gradients": True},
     "auto_gradients": NATIVE | {"gradients": True, "gpu_memory_budget_gib": "auto"},
+    "loop": {"offload": "off", "own_loop": True, "engine": "native"},
     "mcore": {"offload": "on", "engine": "mcore"},
     "fsdp_resident": {"offload": "off", "fsdp": "optim"},
     "fsdp": NATIVE | {"fsdp": "optim"},

@@ -112,6 +112,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     offload = parser.add_argument_group("offload")
     offload.add_argument("--offload", choices=("on", "off"), default="off")
     offload.add_argument("--no-install", action="store_true", help="set the flag, leave this package out")
+    offload.add_argument("--own-loop", action="store_true", help="leave the flag out: by `Residency.training_step`")
     add_offload_options(offload)
     checkpoint = parser.add_argument_group("checkpoints")
     checkpoint.add_argument("--save", type=Path, help="folder to save into every --save-interval steps, and at the end")
@@ -195,6 +196,8 @@ def _contradiction(options: argparse.Namespace) -> str | None:
         return "--fp8-weights are quantized by the distributed optimizer: leave out --no-distributed"
     if options.fsdp is not None and options.digest_by_parameter:
         return "--digest-by-parameter does not know the states of --fsdp"
+    if options.own_loop and options.offload == "on":
+        return "--own-loop offloads without the flag: leave out --offload on"
     if options.hybrid and options.offload == "on":
         return "--hybrid keeps the states on the CPU for good: it does not go with --offload on"
     return None
@@ -307,6 +310,24 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
     return config
 
 
+def drive_steps(config: OffloadConfig) -> None:
+    """Put `Residency.training_step` around each of Bridge's steps, as in a loop of one's own."""
+    import bridge_fgo
+
+    bridge_fgo.install()
+    from megatron.bridge.training import train
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    step = train.train_step
+
+    def driven(forward_step: Any, data: Any, model: Any, optimizer: Any, *others: Any) -> Any:
+        residency = bridge_fgo.Residency.of(model) or bridge_fgo.Residency(model, optimizer, config)
+        with residency.training_step(get_num_microbatches()):
+            return step(forward_step, data, model, optimizer, *others)
+
+    train.train_step = driven  # type: ignore[assignment]
+
+
 def have_the_cpu_stand_in() -> None:
     """Have a CPU stand in for the GPU in this process, which has not asked for one yet."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks: nothing may take a GPU that is there
@@ -338,6 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if (options.offload == "on" or options.activation_waits) and not options.no_install:
         bridge_fgo.install(offload_config(options))
+    if options.own_loop:
+        drive_steps(offload_config(options))
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 

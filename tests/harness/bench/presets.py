@@ -39,7 +39,7 @@ then use."""
 SLAB_BYTES = {"slabs": 4 * 2**20}  # of this package's engine, by preset; elsewhere the default
 NAMES = (
     *("resident", "recomputed", "native", "packed", "half", "auto", "lazy", "gradients", "auto_gradients"),
-    *("survive", "mcore", "fsdp_resident", "fsdp", "hybrid"),
+    *("loop", "survive", "mcore", "fsdp_resident", "fsdp", "hybrid"),
 )
 """Kinds of arms."""
 
@@ -181,9 +181,8 @@ def arms(
 def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str, tuple[str, ...]]:
     muon = () if optimizer == "adam" else ("--no-distributed", "--optimizer", optimizer)
     resident = (*muon, "--offload", "off", *RESIDENT.get(preset, ()))
-    native = (*muon, "--offload", "on", "--engine", "native")
-    if preset in SLAB_BYTES:
-        native += ("--slab-bytes", str(SLAB_BYTES[preset]))
+    engine = ("--engine", "native", *(("--slab-bytes", str(SLAB_BYTES[preset])) if preset in SLAB_BYTES else ()))
+    native = (*muon, "--offload", "on", *engine)
     mcore = ("--offload", "on", "--engine", "mcore")
     return {
         "resident": resident,
@@ -196,6 +195,7 @@ def _options_of_kinds(preset: str, optimizer: str, fsdp: str | None) -> dict[str
         "gradients": (*native, "--gradients", "true"),
         "auto_gradients": (*native, "--gradients", "true", "--gpu-memory-budget-gib", "auto"),
         "survive": (*native, "--survive-crash"),
+        "loop": (*muon, "--offload", "off", "--own-loop", *engine),
         "mcore": ("--optimizer", "muon", "--layer-wise", "--offload", "on", "--no-install") if muon else mcore,
         "fsdp_resident": ("--fsdp", str(fsdp), *resident),
         "fsdp": ("--fsdp", str(fsdp), *native),
