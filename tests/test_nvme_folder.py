@@ -24,7 +24,7 @@ from bridge_fgo.memory import slab_file
 from bridge_fgo.memory.slab_file import DiskBuffer, SlabFile, buffer_bytes
 from bridge_fgo.tools.plan.state import sum_of
 
-RAN_ON = "CPU"
+RAN_ON = "CPU; 30 steps on one H200"
 
 
 @pytest.fixture
