@@ -98,7 +98,8 @@ def trained_in_turn(made_up, monkeypatch):  # noqa: F811
 def test_the_bench_in_turn_compares_arms_of_the_same_variables(trained_in_turn, tmp_path):
     names = "resident,native,resident:A=1,native:A=1"
     saved = ran(tmp_path, f"--in-turn --rounds 3 --arms {names}")
-    assert names_of(saved) == names.split(",")
+    compared = {row["arm"]: row["compared_with"] for row in saved["arms"]}
+    assert list(compared) == names.split(",") and compared["native:A=1"] == "resident:A=1"
     assert [row["added_seconds"] for row in saved["arms"]] == pytest.approx([0, 0.1, 0, 0.1])
     assert parsed(*trained_in_turn["native"]).steps == in_turn.WARM_UP_STEPS + 3 * in_turn.TURN_STEPS
 

@@ -136,7 +136,7 @@ class Settings:
 def run(settings: Settings) -> int:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
 
-    Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
+    Exit status: 0, 1 if an arm is not bitwise equal to the resident one, 2 if an arm failed.
     """
     import torch
 

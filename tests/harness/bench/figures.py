@@ -51,6 +51,7 @@ class Row:
     """
 
     arm: str
+    compared_with: str
     engine: str | None
     step_seconds: float  # median
     step_seconds_min: float
@@ -104,6 +105,7 @@ def make_row(resident: ArmRun, run: ArmRun, link: dict[str, float], bitwise: boo
     floor = least_added(base, mine, link) if mine["released_bytes"] else None
     return Row(
         arm=run.name,
+        compared_with=resident.name,
         engine=mine["engine"],
         step_seconds=median,
         step_seconds_min=min(seconds),
