@@ -32,24 +32,6 @@ def test_the_model_learns_another_seed_is_another_training_and_each_kind_of_stat
     assert set(digests) == set(KINDS) and len(set(digests.values())) == len(KINDS)
 
 
-def test_the_parts_are_bridges_and_mcores_own():
-    from megatron.bridge.training.config import ConfigContainer, OptimizerConfig
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    with CpuTraining(CpuOptions(offload=True, experts=True, chunks=2)) as training:
-        assert type(training.cfg) is ConfigContainer and type(training.cfg.optimizer) is OptimizerConfig
-        assert training.optimizer.config is training.cfg.optimizer and training.cfg.optimizer.offload_optimizer_states
-        assert [type(chunk) for chunk in training.model] == [DistributedDataParallel] * 2
-        assert all(any(type(module) is GPTModel for module in chunk.modules()) for chunk in training.model)
-        found = training.optimizer.chained_optimizers
-        assert [type(each) for each in found] == [DistributedOptimizer] * 2
-        assert {type(each.optimizer) for each in found} == {torch.optim.AdamW}
-        groups = [{group["is_expert_parallel"] for group in each.param_groups} for each in found]
-        assert groups == [{False}, {True}], "dense parameters and experts"
-
-
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_rerun_runs_two_passes_and_is_bitwise_equal_to_no_fault(chunks):
     (faulty, end), (plain, end_of_plain) = (run(4, chunks=chunks, rerun_steps=steps) for steps in ({3}, ()))
@@ -76,14 +58,12 @@ def test_live_bytes_count_masters_and_moments_and_no_master_of_native_fp32_param
         assert training.live_state_bytes() == masters + moments
 
 
-def test_released_state_is_not_read_and_a_second_training_is_refused_while_the_first_is_open():
+def test_released_state_is_not_read():
     with CpuTraining(CpuOptions()) as training:
         training.step()
         training.state_tensors()["moments"][0][1].untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match="released"):
             training.digests()
-    with CpuTraining(CpuOptions()), pytest.raises(RuntimeError, match="close"):
-        CpuTraining(CpuOptions())
 
 
 def test_standins_compute_nothing_have_one_thread_a_gloo_group_and_can_be_removed():

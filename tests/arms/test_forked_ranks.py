@@ -1,6 +1,5 @@
 """Ranks that are forked, as the GPU lane starts them."""
 
-import subprocess
 import sys
 
 import pytest
@@ -25,18 +24,12 @@ if sys.argv[1] != "end":
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("end", 0), ("fail", 3), ("hang", -9)])
-def test_ranks_meet_and_all_end_as_soon_as_one_fails_or_they_are_ended(tmp_path, how, status):
+@pytest.mark.parametrize(("how", "status"), [("end", 0), ("fail", 3)])
+def test_ranks_meet_and_all_end_as_soon_as_one_fails(tmp_path, how, status):
     script, log = tmp_path / "sums.py", tmp_path / "log"
     script.write_text(SUMS)
     with log.open("wb") as out:
         command = [sys.executable, *launcher(2), str(script), how]
         ranks = LaunchedRanks(SERVER, command, env={"GIVEN": how}, stdout=out)
-    if how == "hang":
-        with pytest.raises(subprocess.TimeoutExpired):
-            ranks.wait(timeout=2)
-        assert ranks.poll() is None
-        ranks.terminate()
     assert ranks.wait(timeout=60) == status
-    if how != "hang":
-        assert sorted(log.read_text().split("\n")) == ["", f"3.0 0 {how}", f"3.0 1 {how}"]
+    assert sorted(log.read_text().split("\n")) == ["", f"3.0 0 {how}", f"3.0 1 {how}"]

@@ -21,15 +21,11 @@ CONTEXT = SimpleNamespace(loss_dict={"lm loss": 1.0}, grad_norm=1.0, skipped_ite
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ("--fused-loss", "--no-deterministic"),
         ("--moments-dtype bf16", "--precision-aware"),
         ("--optimizer muon", "--no-distributed"),
         ("--fsdp optim --no-distributed", "--fsdp"),
-        ("--fp8-weights blockwise --no-distributed", "--fp8-weights"),
-        ("--hybrid --offload on", "--hybrid"),
         ("--own-loop --offload on", "--own-loop"),
         ("--layer-wise --offload on", "--layer-wise goes with"),
-        ("--layer-wise --optimizer dist_muon", "--layer-wise goes with"),
     ],
 )
 def test_options_that_do_not_go_together_end_the_arm_with_their_names(options, named, capsys):
@@ -97,16 +93,6 @@ def written(tmp_path):
         return steps, result
 
     return written
-
-
-def test_an_arm_that_ends_early_measures_the_step_that_begins_and_then_does_what_comes_after(recorder):
-    train = SimpleNamespace(train_iters=9)  # five measured, two not, two profiled
-    context = SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(train=train)))
-    recorder.turns = SimpleNamespace(has_another_step=lambda: True, ends_early=False)
-    for ends_early, measured, trained in ((False, 5, 9), (True, 2, 6), (True, 2, 6)):
-        recorder.turns.ends_early = ends_early
-        recorder.on_train_step_start(context)
-        assert (recorder._options.steps, train.train_iters) == (measured, trained)
 
 
 def test_what_comes_before_and_after_the_measured_steps_is_in_no_figure_and_the_last_are_profiled(
@@ -187,14 +173,12 @@ def test_a_save_is_in_the_seconds_of_its_step_and_its_writer_is_waited_for_in_no
     _, result = written()
     assert result["save_steps"] == [2, 4]
     assert result["step_seconds"] == [1.25, 4.25, 1.25, 4.25, 1.25]
-    assert result["between_seconds"] == [1, 4, 1, 4, 1]
 
 
 def test_an_arm_in_turns_waits_before_each_at_rest_and_in_no_steps_seconds(recorder, written, stream, monkeypatch):
     done, begun = [], []
 
     class Taker:
-        ends_early = False
         turn, left = None, 0
 
         def __init__(self, address, ranks):

@@ -1,4 +1,4 @@
-"""The GPU lane and the bench of sleeps on a machine without a GPU, and what of a failed arm's log a test shows."""
+"""The GPU lane and the bench of sleeps on a machine without a GPU."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from children import run_python
 
 from harness import sleeps
-from harness.arms.runner import ArmRun, EventTail, environment_of, telling_lines
+from harness.arms.runner import ArmRun, EventTail, environment_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +47,3 @@ def test_the_bench_of_sleeps_is_bitwise_without_a_gpu(tmp_path, capsys):
             arms[by].add(event)
     assert sleeps.tell(arms, is_on_gpu=False)
     assert [line.count("equal") for line in capsys.readouterr().out.splitlines()[-2:]] == [1, 1]
-
-
-def test_a_failed_arm_shows_the_first_traceback_and_the_last_lines_and_a_short_log_once():
-    cause = ["Traceback (most recent call last):", '  File "one.py", line 1', "RuntimeError: first"]
-    others = [f"rank {rank} was ended" for rank in range(100)]
-    shown = telling_lines("\n".join(["iteration 1", *cause, *others])).splitlines()
-    assert shown[:3] == cause
-    assert shown[-30:] == others[-30:]
-    assert "[...]" in shown and "iteration 1" not in shown
-    log = ["iteration 1", "Traceback (most recent call last):", "RuntimeError: first"]
-    assert telling_lines("\n".join(log)).splitlines() == log

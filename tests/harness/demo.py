@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -30,16 +29,8 @@ from harness.arms.runner import ArmRun, Comparison, Event, compare, run_arm
 
 NOT_EQUAL = 1
 DEFAULT_STEPS = 20
-TABLE_ROWS = 60
 MODULE = "harness.arms.gpu"
 """The module that trains one arm."""
-
-
-def in_a_folder(path: Path | None) -> Path | None:
-    """Refuse a file to write whose folder is not there, before the work whose result it is to hold."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.parent}")
-    return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +44,15 @@ class Settings:
     json_output: Json = False
     device: Annotated[Literal["auto", "cuda", "cpu"], option("Where to run; auto takes the GPU if it can.")] = "auto"
     keep: Annotated[Path | None, option("Keep logs and events here.", metavar="DIR")] = None
-    picture: Annotated[
-        Path | None, option("--rl: draw an iteration's memory.", metavar="FILE", callback=in_a_folder)
-    ] = None
     ranks: Annotated[int | None, option("--rl: processes of an arm, a GPU each.", min=1)] = None
     tp: Annotated[int | None, option("--rl: tensor-parallel ranks.", min=1)] = None
     pp: Annotated[int | None, option("--rl: pipeline stages.", min=1)] = None
-    layers: Annotated[int | None, option("Layers; fewer take less memory.", min=1)] = None
     crowd: Annotated[
         bool, option("--rl on a GPU of one's own: a second process holds all but what training needs.", "--crowd")
     ] = False
 
     def __post_init__(self) -> None:
-        if not self.rl and (wrong := [f"--{name}" for name in self.given("picture", "ranks", "tp", "pp", "crowd")]):
+        if not self.rl and (wrong := [f"--{name}" for name in self.given("ranks", "tp", "pp", "crowd")]):
             raise ValueError(f"{', '.join(wrong)}: only of --rl; leave out what this demo does not take")
 
     def given(self, *names: str) -> dict[str, Any]:
@@ -143,11 +130,7 @@ def print_report(console: Console, resident: ArmRun, offloaded: ArmRun, same: Co
     """Print losses, bytes, and whether the two arms are bitwise equal."""
     arms = (resident, offloaded)
     losses = []
-    rows = list(zip(resident.steps, offloaded.steps, same.steps, strict=False))
-    for index, (ours, theirs, equal) in enumerate(rows):
-        # Of a long run the first and last steps, and all that differ.
-        if len(rows) > TABLE_ROWS and TABLE_ROWS // 2 <= index < len(rows) - TABLE_ROWS // 2 and equal:
-            continue
+    for ours, theirs, equal in zip(resident.steps, offloaded.steps, same.steps, strict=False):
         pair = (readable_number(event.get("loss")) for event in (ours, theirs))
         losses.append([str(ours["step"]), *pair, "yes" if equal else "[bold red]NO[/]"])
     console.print(table("", ("step", "loss, resident", "loss, offloaded", "equal"), losses))
@@ -211,7 +194,6 @@ def run(settings: Settings) -> int:
     device = find_device(settings.device, errors)
     steps = settings.steps or DEFAULT_STEPS
     how = [*["--cpu"] * (device == "cpu"), "--steps", str(steps)]
-    how += [] if settings.layers is None else ["--layers", str(settings.layers)]
     arms = {name: [*how, "--offload", offload] for name, offload in (("resident", "off"), ("offloaded", "on"))}
     resident, offloaded = run_arms(MODULE, arms, steps, settings.keep, errors)
     same = compare(resident, offloaded)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
 from bridge_fgo.tools.show import readable_bytes, table
 from harness.arms.rl.options import RlOptions
 from harness.arms.runner import ArmRun, Event, compare
-from harness.bench.plots import save_picture
 from harness.demo import NOT_EQUAL, Settings, find_device, print_parts, run_arms
 
 MODULE = "harness.arms.rl.arm"
@@ -36,22 +34,6 @@ MOVES = {
     "reference sleeps": "offload the reference model",
 }
 """Phases of an iteration in which something moves, and what to call that."""
-KINDS = {
-    "params": ("parameters", "tab:blue"),
-    "grads": ("gradients", "tab:cyan"),
-    "optimizer": ("masters and moments", "tab:orange"),
-    "reference": ("reference model", "tab:purple"),
-    "others": ("activations and the rest", "tab:green"),
-}
-"""Kinds of memory: what to call them, and their colours."""
-NAMES = {
-    "begins": "trained",
-    "asleep": "asleep",
-    "params wake": "weights alone:\nrollouts",
-    "reference wakes": "reference:\nlog-probs",
-    "awake": "awake:\ntraining",
-}
-"""Phases that are drawn, and what they are called."""
 FIGURES = ("seconds", "copied", "freed", "returned")
 ENDS = 10  # iterations at either end whose mean reward is shown: that of one is noisy
 
@@ -60,18 +42,14 @@ def run(settings: Settings) -> int:
     """Run both arms, one after the other, and report; return 0, or NOT_EQUAL where they differ; raise as `demo.run`."""
     errors = Console(stderr=True, soft_wrap=True)
     device, ranks = find_device(settings.device, errors), settings.ranks or 1
-    given = settings.given("steps", "tp", "pp", "crowd", "layers")
+    given = settings.given("steps", "tp", "pp", "crowd")
     options = RlOptions(device=device, **DEFAULTS[device] | given)
-    if ranks % (options.tp * options.pp):
-        raise ValueError(f"--ranks {ranks}: use a multiple of --tp x --pp = {options.tp * options.pp}")
     arms = {name: ["--options", replace(options, sleep=sleep).as_json()] for name, sleep in ARMS}
     resident, sleeping = run_arms(
         MODULE, arms, options.steps, settings.keep, errors, ranks, told=lambda event: f"reward {event['reward']:.2f}"
     )
     same_rewards = resident.values("reward") == sleeping.values("reward")
     equal = {"rewards": same_rewards, **compare(resident, sleeping).parts}
-    if settings.picture is not None:
-        draw_memory(states_of_run(sleeping), settings.picture)
     if settings.json_output:
         print(json.dumps(json_report(resident, sleeping, equal), allow_nan=False))
     else:
@@ -124,7 +102,6 @@ def json_report(resident: ArmRun, sleeping: ArmRun, equal: dict[str, bool]) -> E
         "pinned_bytes": sleeping.result.get("pinned_bytes"),
         "bytes": sleeping.result.get("bytes_by_kind"),
         "seconds": {arm.name: median_seconds(arm) for arm in (resident, sleeping)},
-        "iteration": sleeping.steps[-1]["phases"],
     }
 
 
@@ -148,60 +125,3 @@ def print_report(console: Console, resident: ArmRun, sleeping: ArmRun, equal: di
     print_parts(console, equal, ", asleep between updates or not")
     if on_cpu:
         console.print("This ran on the CPU: it shows correctness and bytes, not speed.")
-
-
-# The picture: what memory holds by kind, in the phases of an iteration.
-
-
-class State(NamedTuple):
-    """A bar: a phase of an iteration."""
-
-    name: str
-    bytes: dict[str, int]  # on the device, by kind; see `KINDS`
-    seconds: float | None = None  # of the move that leads to it; None where nothing moves
-    copied: float | None = None  # bytes of that move
-
-
-def states_of_run(arm: ArmRun) -> list[State]:
-    """Return the phases of a run's last iteration, with what `moves_of` says of their moves."""
-    phases, moves, found = arm.steps[-1]["phases"], moves_of(arm), []
-    on_cpu = arm.start.get("device") == "cpu"  # whose seconds tell nothing
-    for place, event in enumerate(phases):
-        if event["phase"] not in NAMES:
-            continue
-        memory, move = event["memory"], moves.get(event["phase"], {})
-        # The next phase begins by noting the peak of this one, and so the memory that was taken only for a while.
-        after = phases[place + 1]["memory"] if place + 1 < len(phases) else memory
-        kinds = {kind: nbytes for kind, nbytes in memory.items() if kind in KINDS}
-        if "peak" in after and event["phase"] != "begins":
-            kinds["others"] = max(0, after["peak"] - sum(kinds.values()))
-        seconds = None if on_cpu else move.get("seconds")
-        found.append(State(NAMES[event["phase"]], kinds, seconds, move.get("copied")))
-    return found
-
-
-def draw_memory(states: list[State], path: Path) -> None:
-    """Draw a bar a state, under it what its move took, in a format by the file's name; raise as `save_picture`."""
-
-    def draw(pyplot: Any) -> Any:
-        figure, axes = pyplot.subplots(figsize=(9.0, 4.5), layout="constrained")
-        bottoms = [0.0] * len(states)
-        for kind, (name, colour) in KINDS.items():
-            heights = [state.bytes.get(kind, 0) / 1e9 for state in states]
-            axes.bar(range(len(states)), heights, 0.7, bottom=bottoms, color=colour, label=name)
-            bottoms = [sum(pair) for pair in zip(bottoms, heights, strict=True)]
-        for place, top in enumerate(bottoms):
-            axes.text(place, top, readable_bytes(1e9 * top), ha="center", va="bottom", fontsize=8)
-        axes.set_xticks(range(len(states)), [_label(state) for state in states], fontsize=8)
-        axes.set_ylabel("GB")
-        axes.margins(y=0.1)
-        axes.set_title("One iteration, as it was measured", fontsize=10)
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-        return figure
-
-    save_picture(path, draw)
-
-
-def _label(state: State) -> str:
-    copies = [] if state.copied is None else [f"copies {readable_bytes(state.copied)}"]
-    return "\n".join([state.name, *copies, *([] if state.seconds is None else [f"{state.seconds:.3f} s"])])

@@ -2,7 +2,6 @@
 
 import importlib.util
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from built_jobs import config, parsed
@@ -16,71 +15,33 @@ from harness.bench import command, presets
 def start(monkeypatch, tmp_path):
     """Returns what starts an arm by its name, and returns its options by name and its environment."""
 
-    def start(name, megatron_lm=(), **changes):
+    def start(name, **changes):
         seen = {}
 
         def run_arm(name, module, options, folder, launcher, environment, timeout):
             seen.update(options=options, environment=environment)
-            if "--save" in options:
-                seen["checkpoints"] = Path(options[options.index("--save") + 1])
-                (seen["checkpoints"] / "iter_0000004").mkdir()  # into a folder that is there
             return resident_arm()
 
         monkeypatch.setattr(command, "run_arm", run_arm)
-        settings = command.Settings(
-            arms=",".join(dict.fromkeys(["resident", name])),
-            keep=tmp_path,
-            megatron_lm=[Path(path) for path in megatron_lm],
-            **{"traces": False} | changes,
-        )
+        names = ",".join(dict.fromkeys(["resident", name]))
+        settings = command.Settings(arms=names, keep=tmp_path, **{"traces": False} | changes)
         command.run_one(settings, settings.chosen()[-1], resident_arm())
-        if "checkpoints" in seen:
-            assert seen["checkpoints"].parent == tmp_path and not seen["checkpoints"].exists()
-        found = parsed(*seen["options"])
-        assert found.async_save is found.finish_saves is ("checkpoints" in seen)
+        parsed(*seen["options"])  # which refuses what the arm does not take
         values = {option: value for option, value in pairwise([*seen["options"], ""]) if option.startswith("--")}
         return values, seen["environment"]
 
     return start
 
 
-# --- which arms there are ---
-
-
-@pytest.mark.parametrize(
-    ("names", "how", "why"),
-    [
-        (["native"], {}, "resident first"),
-        (["resident", "native", "native"], {}, "twice"),
-        (["resident", "hybrid"], {"optimizer": "muon"}, "HybridDeviceOptimizer is Adam"),
-        (OF_FSDP[:1] + OF_FSDP[2:4], {}, "say what it shards, --fsdp no_shard"),
-        (OF_FSDP[:1] + OF_FSDP[2:4], {"fsdp": "optim", "optimizer": "muon"}, "with --optimizer muon"),
-        (["resident", "native"], {"fsdp": "optim"}, "name both"),
-    ],
-)
-def test_arms_that_are_not_there_or_do_not_go_together_are_refused_by_name(names, how, why):
-    with pytest.raises(ValueError, match=why):
-        presets.arms(names, [], "short", **how)
-
-
-def test_every_checkout_of_megatron_lm_is_an_arm_of_its_own_and_has_to_be_whole(tmp_path):
-    a, b, part = checkout(tmp_path / "a"), checkout(tmp_path / "b"), checkout(tmp_path / "part", parts=("core",))
-    found = presets.arms(["resident", "mcore"], [a, b], "short")
-    assert [(one.name, one.python_path) for one in found] == [("resident", ""), ("mcore", a), ("mcore1", b)]
-    with pytest.raises(ValueError, match=r"no megatron/training in it"):
-        presets.arms(["resident", "mcore"], [part], "short")
-
-
 def test_an_arm_is_compared_with_the_resident_one_of_its_kind_and_variables():
     names = ["native", "resident:A=1", "native:A=1", "native:A=2", *OF_FSDP[2:], "fsdp:A=1"]
-    found = presets.arms(["resident", *names], [], "short", fsdp="optim")
+    found = presets.arms(["resident", *names], None, "short", fsdp="optim")
     compared = {one.name: presets.resident_of(one, found).name for one in found}
     assert compared == {
         **dict.fromkeys(("resident", "native", "native:A=2", "hybrid"), "resident"),
         **dict.fromkeys(("native:A=1", "resident:A=1"), "resident:A=1"),
         **dict.fromkeys(("fsdp_resident", "fsdp", "fsdp:A=1"), "fsdp_resident"),
     }
-
     variable = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
     assert presets.read_name(f"native:{variable}") == ("native", dict([variable.split("=")]))
 
@@ -109,8 +70,7 @@ ARMS = {
 
 def differing(preset="short", names=tuple(ARMS), **how):
     """Return what of the arms' parsed options is not as `ARMS` says, by name, and all of them."""
-    found = presets.arms(list(names), [], preset, **how)
-    given = {arm.name: vars(parsed(*arm.options)) for arm in found}
+    given = {arm.name: vars(parsed(*arm.options)) for arm in presets.arms(list(names), None, preset, **how)}
     wanted = {name: {"fsdp": None, "hybrid": False} | ARMS[name] for name in names}
     different = {
         (name, option): given[name][option]
@@ -128,51 +88,33 @@ def test_an_arm_has_the_options_that_its_name_and_the_preset_stand_for():
     assert not different
     of_attention = {name for name, options in given.items() if options["recompute"] == "attention"}
     assert of_attention == {"resident", "fsdp_resident"}
-    # The preset of many slabs sets their size, for this package's engine alone.
-    small = {name for name, options in differing("slabs", fsdp="optim")[1].items() if options["slab_bytes"] == 2**22}
-    assert small == {name for name, options in ARMS.items() if options.get("engine") == "native"}
     adam = [name for name in ARMS if not name.startswith("fsdp") and name not in ("mcore", "hybrid")]
-    for optimizer in ("muon", "dist_muon"):
-        different, given = differing(names=adam, optimizer=optimizer)
-        assert not different
-        trained = {(one["optimizer"], one["distributed"], one["layer_wise"]) for one in given.values()}
-        assert trained == {(optimizer, False, False)}
+    different, given = differing(names=adam, optimizer="dist_muon")
+    trained = {(one["optimizer"], one["distributed"], one["layer_wise"]) for one in given.values()}
+    assert not different and trained == {("dist_muon", False, False)}
 
 
-def test_an_arm_is_started_with_its_budget_its_checkout_and_its_variables(start, tmp_path):
+def test_an_arm_is_started_with_its_budget_its_checkout_its_variables_and_its_gpus(start, tmp_path):
     options, environment = start("half")
     assert float(options["--gpu-memory-budget-gib"]) == 35 * GB / 2**30 and environment == {}
     assert "--gpu-memory-budget-gib" not in start("native")[0]
     path = checkout(tmp_path / "dev")
-    _, environment = start("mcore", megatron_lm=[path])
-    assert environment["PYTHONPATH"].split(":")[0] == path
-    assert "" not in environment["PYTHONPATH"].split(":"), "an empty entry is the current folder"
-    options, environment = start("native:A=1:B=x:y=z")
+    paths = start("mcore", megatron_lm=path)[1]["PYTHONPATH"].split(":")
+    assert paths[0] == str(path) and "" not in paths, "an empty entry is the current folder"
+    options, environment = start("native:A=1:B=x:y=z", gpus=8, preset="moe")
     assert environment == {"A": "1", "B": "x", "y": "z"} and options["--engine"] == "native"
+    assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8"), "microbatches for each, experts over all"
+    assert [start(arm, layers=12)[0]["--layers"] for arm in ("resident", "native")] == ["12", "12"]
 
 
 @pytest.mark.parametrize("steps", [8, 9, 16])
 def test_with_saves_an_arm_but_mcores_saves_twice_the_second_time_in_a_step_that_counts(start, steps):
-    for name in ("native", "packed", "half", "hybrid"):
-        options, _ = start(name, saves=True, steps=steps)
-        saves = [step for step in range(1, steps + 1) if step % int(options["--save-interval"]) == 0]
-        assert len(saves) == 2 and saves[1] >= FIRST_COUNTED_STEP
-        assert options["--extra-steps"] == "1", "after the last save"
-    for how in ({"saves": True, "traces": True}, {}):
-        options, _ = start("native", **how)
-        assert "--extra-steps" not in options and ("--save" in options) == bool(how)
+    options, _ = start("native", saves=True, steps=steps)
+    saves = [step for step in range(1, steps + 1) if step % int(options["--save-interval"]) == 0]
+    assert len(saves) == 2 and saves[1] >= FIRST_COUNTED_STEP
+    assert options["--extra-steps"] == "1", "after the last save"
+    assert {"--async-save", "--finish-saves"} < options.keys()
     assert "--save" not in start("mcore", saves=True)[0]
-
-
-def test_sizes_are_the_presets_or_those_asked_for_and_gpus_share_them(start):
-    options, _ = start("native", gpus=8, preset="moe")
-    assert (options["--gbs"], options["--ep"]) == (str(2 * 4 * 8), "8"), "microbatches for each, experts over all"
-    assert [start(arm, layers=12)[0]["--layers"] for arm in ("resident", "native")] == ["12", "12"]
-    assert start("resident")[0]["--layers"] == "24"
-    options = dict(pairwise(presets.size_options("short", gpus=4, tp=2, microbatches=8)))
-    assert (options["--tp"], options["--gbs"]) == ("2", str(2 * 8 * 2))
-    with pytest.raises(ValueError, match="--tp 3"):
-        presets.size_options("short", gpus=4, tp=3)
 
 
 def test_mcores_own_muon_is_layer_wise_and_an_arm_asks_for_the_offloader_that_it_names(monkeypatch, cpu_standins):
@@ -189,7 +131,7 @@ def test_mcores_own_muon_is_layer_wise_and_an_arm_asks_for_the_offloader_that_it
         return {name: getattr(optimizer, name) for name in names if getattr(optimizer, name, False)}
 
     assert asked(parsed("--offload", "on")) == {"offload_optimizer_states": True}
-    _, found = presets.arms(["resident", "mcore"], [], "short", "dist_muon")
+    _, found = presets.arms(["resident", "mcore"], None, "short", "dist_muon")
     mcore = parsed(*found.options)
     assert (mcore.optimizer, mcore.distributed, mcore.layer_wise) == ("muon", True, True)
     assert mcore.no_install and mcore.offload == "on" and not found.bitwise
@@ -208,14 +150,11 @@ def test_arms_are_comparable_with_and_without_megatron_fsdp_and_save_in_the_back
         model = config(*presets.size_options(preset, gpus=2)).model
         assert not model.cross_entropy_loss_fusion
         assert model.deterministic_mode is (model.num_moe_experts is not None) is preset.startswith("moe")
-    arms = presets.arms(OF_FSDP, [], "short", fsdp="optim")
+    arms = presets.arms(OF_FSDP, None, "short", fsdp="optim")
     configs = {one.name: config(*presets.size_options("short", 1), *one.options) for one in arms}
     assert {name for name, made in configs.items() if made.ddp.use_megatron_fsdp} == {"fsdp_resident", "fsdp"}
-    assert configs["fsdp"].checkpoint.ckpt_format == "fsdp_dtensor"
     assert configs["fsdp"].ddp.data_parallel_sharding_strategy == "optim"
     models = {(one.model.num_layers, one.model.hidden_size, one.dataset.seq_length) for one in configs.values()}
     assert len(models) == len({one.train.global_batch_size for one in configs.values()}) == 1
-
     checkpoint = config(*presets.size_options("short", 1), *presets.save_options(16, str(tmp_path))).checkpoint
     assert (checkpoint.save, checkpoint.save_interval, checkpoint.async_save) == (str(tmp_path), 8, True)
-    assert checkpoint.ckpt_format == "torch_dist"

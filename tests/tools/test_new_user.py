@@ -43,7 +43,7 @@ COMMANDS = [
     ("plan other.yaml", 2, "bridge-fgo plan: other.yaml: is not a saved run config", LIGHT),
     ("plan flat.yaml --gpus 8", 2, "bridge-fgo plan: flat.yaml: is not a saved run config", LIGHT),
     ("plan no_such_package.recipes:mine", 2, "bridge-fgo plan: recipe 'no_such_package.recipes:mine'", LIGHT),
-    ("demo --rl --picture nowhere/x.png", 2, "Usage: bridge-fgo demo", LIGHT),
+    ("demo --rl --device tpu", 2, "Usage: bridge-fgo demo", LIGHT),
     ("report nothere.log", 2, "bridge-fgo report: ", TORCH),
     ("plan qwen3_30b_a3b_8gpu --system H100 --check", 1, "Does not fit on 8 GPUs of H100: peak ", TORCH),
     ("plan qwen3_235b_a22b_64gpu --system H200 --check optimizer.offload.gpu_memory_budget_gib=auto", 0,

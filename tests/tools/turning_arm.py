@@ -1,7 +1,7 @@
 """An arm that trains nothing: `python -m turning_arm` with the options of a GPU arm that matter for its turns.
 
 Each step is a line of `--diary`, a file that all arms append to. `--die-in TURN` has rank 1, or the only rank, end with
-an error in its turn of that number; -1 is before the first.
+an error in its turn of that number.
 """
 
 import argparse
@@ -18,11 +18,8 @@ parser.add_argument("--events")
 parser.add_argument("--name")
 parser.add_argument("--diary")
 parser.add_argument("--die-in", type=int)
-parser.add_argument("--hang-in", type=int)
 options = parser.parse_args()
 rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-if options.die_in == -1:
-    sys.exit("it died as it started")
 turns = TurnTaker(options.turns, ranks)
 
 
@@ -36,14 +33,10 @@ for step in range(1, options.steps + 2):  # one more, for what comes after those
         turns.take()
     if options.die_in == turns.turn and rank == ranks - 1:
         sys.exit(f"it died in turn {turns.turn}")
-    if options.hang_in == turns.turn:
-        time.sleep(600)
     write(f"{turns.turn} {options.name} {rank} begin", options.diary)
     time.sleep(0.002)
     write(f"{turns.turn} {options.name} {rank} end", options.diary)
     if rank == 0 and step <= options.steps:
         write(f'{{"event": "step", "step": {step}, "seconds": 0.1, "turn": {turns.turn}}}', options.events)
-    if turns.ends_early:
-        break
 if rank == 0:
     write('{"event": "result", "ok": true}', options.events)

@@ -9,8 +9,7 @@ an allocator to ask, peaks are the largest samples of live optimizer state: as a
 a step; `peak_allocated_bytes` is the larger one, `peak_reserved_bytes` 0.
 
 Rank 0 writes the events that `harness.demo` and the tests read. Digests cover every rank; bytes and times are
-rank 0's. Two runs with the same options are bitwise equal, but with `--fused-loss`, and experts with
-`--no-deterministic`.
+rank 0's. Two runs with the same options are bitwise equal, but experts with `--no-deterministic`.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     optimizer.add_argument("--moments-dtype", choices=("fp32", "bf16"), default="fp32")
     optimizer.add_argument("--hybrid", action="store_true", help="the peer arm: Adam on the CPU")
     switch(parser, "deterministic", True, "without it two resident runs of a mixture of experts may differ already")
-    parser.add_argument("--fused-loss", action="store_true", help="two resident runs may differ already")
     parser.add_argument(
         "--fp8-weights",
         choices=("delayed", "tensorwise", "blockwise"),
@@ -131,13 +129,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default="none",
         help="what to recompute in backward: attention scores, or all of a layer",
     )
-    parser.add_argument(
-        "--attention",
-        choices=("unfused", "flash", "fused"),
-        default="unfused",
-        help="unfused is deterministic and needs no cuDNN",
-    )
-    parser.add_argument("--log-interval", type=int, default=1, help="steps; mcore's timers wait for the device in each")
     parser.add_argument(
         "--offload-activations",
         type=lambda text: text.split(","),
@@ -182,8 +173,6 @@ def _contradiction(options: argparse.Namespace) -> str | None:
     is_layer_wise = (
         options.optimizer == "muon" and options.distributed and options.offload == "on" and options.no_install
     )
-    if options.fused_loss and options.deterministic:
-        return "--fused-loss is not deterministic: give --no-deterministic too"
     if options.moments_dtype != "fp32" and not options.precision_aware:
         return "--moments-dtype bf16 needs --precision-aware"
     if options.layer_wise and not is_layer_wise:
@@ -243,12 +232,12 @@ def build_config(options: argparse.Namespace) -> ConfigContainer:
         sequence_parallel=options.tp > 1,
         deterministic_mode=options.deterministic,
         # Compiled by torch it ends in one of two results, in one run of an arm and the next.
-        cross_entropy_loss_fusion=options.fused_loss,
+        cross_entropy_loss_fusion=False,
     )
     model, optimizer, ddp = config.model, config.optimizer, config.ddp
     config.scheduler.lr_warmup_iters = min(2, options.steps - 1)
-    config.logger.log_interval = options.log_interval
-    model.attention_backend = AttnBackend[options.attention]
+    config.logger.log_interval = 1  # mcore's timers wait for the device, as in most recipes
+    model.attention_backend = AttnBackend.unfused  # deterministic, and needs no cuDNN
     if options.te_graphs:
         model.cuda_graph_impl, model.cuda_graph_modules = "transformer_engine", ["mlp"]
         model.use_te_rng_tracker = True

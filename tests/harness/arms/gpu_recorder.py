@@ -34,7 +34,7 @@ from harness.arms.runner import FIRST_COUNTED_STEP, EventWriter
 from harness.arms.turns import TurnTaker
 
 FIRST_MEASURED_STEP = 4  # from this step on moments exist and buffers are warm: peaks are those of all steps that come
-SERIES = ("step_seconds", "between_seconds", "enqueue_seconds", "save_steps")
+SERIES = ("step_seconds", "enqueue_seconds", "save_steps")
 COPIES = {"Memcpy DtoH": "d2h", "Memcpy HtoD": "h2d"}
 STEP = "bridge_fgo step"
 MEMORY_ENTRIES = 2_000_000
@@ -187,7 +187,7 @@ class ArmRecorder(Callback):
         self._clock = PhaseClock(options.steps)
         self.writer: EventWriter | None = None
         self.step = 0
-        self.started = self.trained = 0.0
+        self.started = 0.0
         self.newest: dict[str, Any] = {}  # the event of the step that is not over yet
         self.peaks: dict[str, int] = {}
         self.figures: dict[str, Any] = {"first_step_peak_bytes": None, "base_bytes": 0, "graph_pool_bytes": 0}
@@ -234,11 +234,6 @@ class ArmRecorder(Callback):
         self.step += 1
         self.await_turn(self.step)
         measured = self._options.steps
-        if self.turns is not None and self.turns.ends_early and self.step < measured:
-            # The step that begins is the last of those that are measured.
-            context.state.cfg.train.train_iters -= measured - self.step
-            measured = self._options.steps = self.step
-            self._clock.last = self.step
         if self.step == measured + 1 and self._options.save is not None:
             context.state.cfg.checkpoint.save_interval = 0  # Bridge's word for no more saves, nor one at the end
         if self.step == measured + self._options.extra_steps + 1:
@@ -257,7 +252,6 @@ class ArmRecorder(Callback):
 
     @override
     def on_train_step_end(self, context: Any) -> None:
-        self.trained = time.perf_counter()
         if self.trace is not None:
             self.trace.end_step()
             return
@@ -302,7 +296,6 @@ class ArmRecorder(Callback):
         if not self.newest:
             return
         self.series["step_seconds"].append(now - self.started)
-        self.series["between_seconds"].append(now - self.trained)
         if self.writer is not None:
             self.writer.step(**self.newest, seconds=now - self.started)
         self.newest = {}

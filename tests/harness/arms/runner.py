@@ -100,7 +100,7 @@ class EventWriter:
     def result(self, *, digests: Mapping[str, str], **figures: Any) -> None:
         """Write the last event: the final state and the figures of the run, in bytes and seconds; None: not measured.
 
-        Every arm has `engine`, `state_bytes`, `released_bytes`, `pinned_bytes` and `peak_allocated_bytes`.
+        Every arm has `engine`, `state_bytes`, `released_bytes` and `pinned_bytes`.
         """
         self._write("result", digests=dict(digests), **figures)
 

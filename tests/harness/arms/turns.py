@@ -24,7 +24,6 @@ class TurnTaker:
         self._connection = Client(str(address), "AF_UNIX")
         self._left: float = 0
         self.turn: int | None = None  # number of the current turn; None before the first
-        self.ends_early = False  # whether the arm is to leave out what steps it has left, but for one
 
     def has_another_step(self) -> bool:
         """Count one step of the current turn; False where the turn is over, or none has begun."""
@@ -37,7 +36,7 @@ class TurnTaker:
         """Give the turn back and wait for the next, its first step counted; ConnectionError where nobody gives one."""
         self._connection.send(self._ranks)
         try:
-            self.turn, steps, self.ends_early = self._connection.recv()
+            self.turn, steps = self._connection.recv()
         except EOFError:
             raise ConnectionError("the bench that gives this arm its turns has ended") from None
         self._left = math.inf if steps is None else steps - 1
@@ -79,12 +78,12 @@ class Turnstile:
         """Whether all ranks of the arm wait for a turn."""
         return len(self._waiting) == self._ranks
 
-    def grant(self, turn: int, steps: int | None, ends_early: bool = False) -> None:
-        """Give the waiting arm its turn of so many steps; None for all that are left, `ends_early` for one of these."""
+    def grant(self, turn: int, steps: int | None) -> None:
+        """Give the waiting arm its turn of so many steps; None for all that are left."""
         assert self.is_awaited
         for connection in self._waiting:
             try:
-                connection.send((turn, steps, ends_early))
+                connection.send((turn, steps))
             except (BrokenPipeError, ConnectionResetError):
                 continue  # the rank has died: its arm's process ends, which the one that started it sees
         self._waiting.clear()

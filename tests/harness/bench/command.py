@@ -17,24 +17,18 @@ from typing import Annotated, Any, Literal
 from rich.console import Console
 
 from bridge_fgo.tools.link import launcher, probe
-from bridge_fgo.tools.settings import Json, option
+from bridge_fgo.tools.settings import option
 from bridge_fgo.tools.show import table
 from harness.arms.runner import ArmFailed, ArmRun, file_name, run_arm
-from harness.bench.figures import (
-    faster,
-    legend,
-    make_row,
-    rounds_of,
-    summary_of,
-    table_of,
-    table_of_rounds,
-)
-from harness.bench.in_turn import WARM_UP_STEPS, InTurn, order_of, squeezed_arms
+from harness.bench.figures import make_row, summary_of
+from harness.bench.in_turn import TURN_STEPS, WARM_UP_STEPS, InTurn, squeezed_arms
 from harness.bench.plots import draw_step
 from harness.bench.presets import BenchArm, arms, read_name, resident_of, save_options, size_options
 
 NOT_EQUAL = 1
 FAILED = 2
+ARM_SECONDS = 1800.0
+"""After these an arm is given up."""
 
 Preset = Literal["4k", "8k", "moe-4k", "moe-8k", "short", "long", "moe", "slabs", "tight"]
 Optimizer = Literal["adam", "muon", "dist_muon"]
@@ -46,7 +40,7 @@ type Runs = tuple[dict[str, ArmRun], dict[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one bench; ValueError where some do not go together, or there is no such arm."""
+    """Settings of one bench; ValueError if some do not go together, or there is no such arm."""
 
     arms: Annotated[
         str | None,
@@ -68,28 +62,13 @@ class Settings:
             "--in-turn",
         ),
     ] = False
-    turn_steps: Annotated[int, option("With --in-turn: steps of a turn, of which the first does not count.", min=2)] = 5
-    time_limit: Annotated[
-        float | None, option("With --in-turn: seconds after which no further round begins; those that are done count.")
-    ] = None
-    half_budget_gib: Annotated[
-        float | None, option("Budget of the half arm; by default half of the saving, by the resident arm's peak.")
-    ] = None
     gpus: Annotated[int | None, option("How many GPUs; all by default.", min=1)] = None
-    tp: Annotated[int, option("Tensor-parallel GPUs, with sequence parallelism.", min=1)] = 1
     microbatches: Annotated[
         int | None, option("Microbatches of a step on each data-parallel rank; default: the preset's.", min=1)
     ] = None
     layers: Annotated[
         int | None, option("Layers of the model; default: the preset's. Fewer let arms fit side by side.", min=1)
     ] = None
-    recompute: Annotated[
-        Literal["none", "attention", "full"] | None,
-        option("What every arm recomputes in backward; default: the preset's."),
-    ] = None
-    log_interval: Annotated[
-        int, option("Steps between two logged ones, which wait for the device; recipes log each step.", min=1)
-    ] = 1
     optimizer: Annotated[
         Optimizer,
         option("Muons need emerging-optimizers; their mcore arm also a patched Bridge, see the bench's page."),
@@ -102,11 +81,9 @@ class Settings:
         bool, option("Capture forward and backward of a step into one CUDA graph, in every arm.", "--full-graphs")
     ] = False
     megatron_lm: Annotated[
-        list[Path] | None,
-        option("Checkout of Megatron-LM's dev branch for an mcore arm; may be repeated.", metavar="DIR"),
+        Path | None, option("Checkout of Megatron-LM's dev branch for the mcore arm.", metavar="DIR")
     ] = None
     keep: Annotated[Path, option("Where all files go.", metavar="DIR")] = Path("bench")
-    json_output: Json = False
     traces: Annotated[bool, option("Profile two steps more an arm, and draw them (needs matplotlib).")] = True
     saves: Annotated[
         bool,
@@ -116,33 +93,19 @@ class Settings:
             "--saves",
         ),
     ] = False
-    verbose: Annotated[bool, option("Print every figure and what it tells, not only the main ones.", "--verbose")] = (
-        False
-    )
-    arm_timeout: Annotated[float, option("Seconds after which an arm is given up.")] = 1800.0
 
     def __post_init__(self) -> None:
-        kinds = {read_name(arm)[0] for arm in self.names}
-        if self.full_graphs and self.fsdp is not None:
-            raise ValueError(
-                f"--full-graphs with --fsdp {self.fsdp}: Megatron-FSDP is not set up to be captured here; leave one out"
-            )
-        for name in ("rounds", "turn_steps", "time_limit"):
-            if not self.in_turn and (given := getattr(self, name)) != getattr(Settings, name):
-                option = f"--{name.replace('_', '-')} {given:g}"
-                raise ValueError(f"{option}: only arms in turn train in rounds; give --in-turn too")
-        if self.half_budget_gib is not None and "half" not in kinds:
-            raise ValueError(f"--half-budget-gib {self.half_budget_gib:g}: of the half arm, and there is none")
+        if not self.in_turn and self.rounds > 1:
+            raise ValueError(f"--rounds {self.rounds}: only arms in turn train in rounds; give --in-turn too")
         if self.in_turn and self.steps is not None:
-            raise ValueError("--steps with --in-turn: --rounds and --turn-steps say how many")
+            raise ValueError("--steps with --in-turn: --rounds says how many")
         if self.in_turn and self.saves:
             raise ValueError(
                 "--in-turn with --saves: a background save would run into other arms' turns; leave one out"
             )
-        if self.in_turn and "half" in kinds and self.half_budget_gib is None:
+        if self.in_turn and "half" in {read_name(arm)[0] for arm in self.names}:
             raise ValueError(
-                "--in-turn with the half arm: no resident arm has ended whose peak its budget could follow; give "
-                "--half-budget-gib"
+                "--in-turn with the half arm: its budget follows a resident arm that has ended; leave one out"
             )
         self.chosen()
 
@@ -158,27 +121,26 @@ class Settings:
     @property
     def train_steps(self) -> int:
         """Steps of each arm that are not for its trace."""
-        return WARM_UP_STEPS + self.rounds * self.turn_steps if self.in_turn else self.steps or 16
+        return WARM_UP_STEPS + self.rounds * TURN_STEPS if self.in_turn else self.steps or 16
 
     def chosen(self) -> list[BenchArm]:
         """Return the arms."""
-        checkouts = [str(path.resolve()) for path in self.megatron_lm or ()]
-        return arms(self.names, checkouts, self.preset, self.optimizer, self.fsdp)
+        checkout = None if self.megatron_lm is None else str(self.megatron_lm.resolve())
+        return arms(self.names, checkout, self.preset, self.optimizer, self.fsdp)
 
     def size(self) -> list[str]:
-        """Return the arms' options that say what each trains; ValueError where as many GPUs cannot train that."""
-        size = size_options(self.preset, self.gpus or 1, self.tp, self.microbatches, self.layers, self.recompute)
-        return [*size, "--log-interval", str(self.log_interval)]
+        """Return the arms' options that say what each trains."""
+        return size_options(self.preset, self.gpus or 1, self.microbatches, self.layers)
 
 
 def run(settings: Settings) -> int:
     """Train the same model through Bridge's own `pretrain()` once an arm, in turn, and compare.
 
-    Exit status: 0, 1 where an arm is not bitwise equal to the resident one, 2 where an arm failed.
+    Exit status: 0, 1 if an arm is not bitwise equal to the resident one, 2 if an arm failed.
     """
     import torch
 
-    console = Console(stderr=settings.json_output)
+    console = Console()
     if (here := torch.cuda.device_count()) == 0:
         raise ValueError("torch sees no CUDA device here")
     if settings.gpus is not None and settings.gpus > here:
@@ -186,7 +148,6 @@ def run(settings: Settings) -> int:
     settings = replace(settings, gpus=settings.gpus or here)
     if settings.traces and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("pictures need matplotlib: pip install matplotlib, or --no-traces")
-    settings.size()  # refuses what cannot be before anything starts
     chosen = settings.chosen()
     settings.keep.mkdir(parents=True, exist_ok=True)
     link = probe(settings.gpus or 1)
@@ -216,31 +177,13 @@ def run(settings: Settings) -> int:
         "arms": [asdict(row) for row in rows],
         "failed": failures,
     }
-    tables = [summary_of(rows, state_bytes)]
-    if settings.in_turn:
-        rounds = rounds_of({arm.name: runs[arm.name] for arm in there}, compared_with, link)
-        comparisons = faster(rounds, {arm.name for arm in there if arm.is_resident})
-        for comparison in comparisons:
-            console.print(comparison, markup=False)
-        order = [order_of([arm.name for arm in chosen], number + 1) for number in range(len(rounds[0].seconds))]
-        result["in_turn"] = {"order": order, "arms": [asdict(arm) for arm in rounds], "faster": comparisons}
-        tables.append(table_of_rounds(rounds))
     (settings.keep / "bench.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if settings.traces:
         draw_step({arm.name: trace_path(settings, arm) for arm in chosen if arm.name in runs}, settings.keep)
-    if settings.json_output:
-        print(json.dumps(result))
-    else:
-        if settings.verbose:
-            tables.append([list(cells) for cells in zip(*table_of(rows), strict=True)])  # an arm a column
-        for head, *cells in tables:
-            console.print(table("", head, cells))
-        for line in legend() if settings.verbose else ():
-            console.print(line, markup=False, highlight=False)
-        trained = f"S = {state_bytes / 1e9:.2f} GB of {size}"
-        console.print(f"{trained}; all files are in {settings.keep}", markup=False)
-        if not settings.verbose:
-            console.print("Every figure and what it tells: --verbose.", markup=False)
+    head, *cells = summary_of(rows, state_bytes)
+    console.print(table("", head, cells))
+    trained = f"S = {state_bytes / 1e9:.2f} GB of {size}"
+    console.print(f"{trained}; all files are in {settings.keep}", markup=False)
     if failures:
         return FAILED
     return NOT_EQUAL if any(row.bitwise_equal is False for row in rows) else 0
@@ -260,11 +203,8 @@ def arm_options(settings: Settings, arm: BenchArm, resident: ArmRun | None = Non
     """Return the options of `harness.arms.gpu` for one arm, without those for saves and turns."""
     options = [*settings.size(), "--steps", str(settings.train_steps), *arm.options]
     if arm.kind == "half":
-        budget = settings.half_budget_gib
-        if budget is None:
-            assert resident is not None
-            budget = budget_gib(resident)
-        options += ["--gpu-memory-budget-gib", repr(budget)]
+        assert resident is not None
+        options += ["--gpu-memory-budget-gib", repr(budget_gib(resident))]
     if settings.full_graphs:
         options.append("--full-graphs")
     if settings.traces:
@@ -295,7 +235,7 @@ def run_one(settings: Settings, arm: BenchArm, resident: ArmRun | None) -> ArmRu
         if settings.saves and arm.saves:
             checkpoints = TemporaryDirectory(prefix="checkpoints.", dir=settings.keep)
             options += save_options(settings.train_steps, until_it_ends.enter_context(checkpoints))
-        return run_arm(arm.name, **_process_of(settings, arm, options), timeout=settings.arm_timeout)
+        return run_arm(arm.name, **_process_of(settings, arm, options), timeout=ARM_SECONDS)
 
 
 def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) -> Runs:
@@ -303,10 +243,8 @@ def run_in_turn(settings: Settings, chosen: list[BenchArm], console: Console) ->
     return InTurn(
         {arm.name: _process_of(settings, arm, arm_options(settings, arm)) for arm in chosen},
         settings.rounds,
-        settings.turn_steps,
-        settings.arm_timeout,
+        ARM_SECONDS,
         tell=lambda line: console.print(line, markup=False),
-        time_limit=settings.time_limit,
     ).run()
 
 

@@ -5,7 +5,7 @@
     rounds    in each round every arm has a turn of some steps; the order rotates from round to round
     end       one arm after another takes what is left of its steps, and writes its result
 
-Where time runs out before all rounds are done, the end begins earlier, and arms leave out what steps they have left.
+An arm that fails ends alone, but for the first, which the others are compared with.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from typing import Any
 
 from harness.arms.runner import FIRST_COUNTED_STEP, POLL_SECONDS, ArmFailed, ArmProcess, ArmRun
 from harness.arms.turns import WARM_UP, Turnstile
-from harness.bench.figures import medians
 from harness.bench.presets import read_name
 
 WARM_UP_STEPS = FIRST_COUNTED_STEP + 2
 """Steps of the turn that does not count: to the first that would count without turns, and the first ones whose masters
 are packed (`bridge_fgo.engines.packed_masters`)."""
 
-END_SECONDS = 15
-"""From the last round to the end of an arm's process, one after another: mostly digests of what it has trained. Those
-of five arms of 0.8 billion parameters took more than 73 s on two H100."""
+TURN_STEPS = 5
+"""Steps of a turn that counts, but for its first one."""
 
 
 def order_of(names: list[str], number: int) -> list[str]:
@@ -53,16 +51,14 @@ def squeezed_arms(runs: Mapping[str, ArmRun]) -> dict[str, str]:
 class InTurn:
     """Arms that take turns; `arms` has the arguments of `ArmProcess` by name, those of the resident arm first.
 
-    Each has `rounds` turns that count, of `turn_steps` steps. One that takes `timeout` seconds to come up, or to end
-    its turn, is given up. `tell` gets a line on whatever happens. `run` should end within `time_limit` seconds.
+    Each has `rounds` turns that count. One that takes `timeout` seconds to come up, or to end its turn, is given up.
+    `tell` gets a line on whatever happens.
     """
 
     arms: dict[str, dict[str, Any]]
     rounds: int
-    turn_steps: int
     timeout: float
     tell: Callable[[str], None] = lambda line: None
-    time_limit: float | None = None
     _results: dict[str, ArmRun] = field(default_factory=dict, init=False)
     _failures: dict[str, str] = field(default_factory=dict, init=False)
     _turnstiles: dict[str, Turnstile] = field(default_factory=dict, init=False)
@@ -70,7 +66,7 @@ class InTurn:
 
     def run(self) -> tuple[dict[str, ArmRun], dict[str, str]]:
         """Run all arms; return those that ended well, and why others did not; ArmFailed where the first did not."""
-        started, names = time.monotonic(), list(self.arms)
+        names = list(self.arms)
         with ExitStack() as stack:
             # Its permissions keep others out; and the path of a socket has to be short.
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="turns.")))
@@ -84,29 +80,17 @@ class InTurn:
                 self._await(name, "its start", until_it_waits=True)
             self.tell("all arms wait for their turns: warm-up")
             self._take_turns(names, WARM_UP, WARM_UP_STEPS)
-            done, longest = 0, 0.0
-            while not done or (done < self.rounds and not self._is_late(started, longest)):
-                before = time.monotonic()
-                done += 1
-                self._take_turns(order_of(names, done), done, self.turn_steps)
-                longest = max(longest, time.monotonic() - before)
-                running = {name: process.arm for name, process in self._processes.items() if process.is_running()}
-                newest = ", ".join(f"{name} {medians(arm)[-1]:.3f} s" for name, arm in running.items())
-                self.tell(f"round {done} of {self.rounds}: {newest}")  # known also where no end is reached
-            self._take_turns(names, done + 1, None, ends_early=done < self.rounds)
+            for number in range(1, self.rounds + 1):
+                self._take_turns(order_of(names, number), number, TURN_STEPS)
+                self.tell(f"round {number} of {self.rounds}")
+            self._take_turns(names, self.rounds + 1, None)
         return self._results, self._failures
 
-    def _is_late(self, started: float, longest: float) -> bool:
-        """Return whether another round, as long as the longest so far, would leave no time for the ends of the arms."""
-        if self.time_limit is None:
-            return False
-        return time.monotonic() - started + longest + END_SECONDS * len(self._processes) > self.time_limit
-
-    def _take_turns(self, names: list[str], turn: int, steps: int | None, ends_early: bool = False) -> None:
+    def _take_turns(self, names: list[str], turn: int, steps: int | None) -> None:
         for name in names:
             self._await(name, "its wait for a turn", until_it_waits=True)  # it may have died in another's
             if name in self._processes:
-                self._turnstiles[name].grant(turn, steps, ends_early)
+                self._turnstiles[name].grant(turn, steps)
                 self._await(name, f"turn {turn}", until_it_waits=steps is not None)
 
     def _await(self, name: str, what: str, until_it_waits: bool) -> None:

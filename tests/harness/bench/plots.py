@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,15 @@ def merge(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 def draw_step(paths: Mapping[str, Path], folder: Path) -> None:
     """Draw `memory.png` and `gantt.png` into a folder, from the trace of each arm."""
     traces = {name: read_trace(path) for name, path in paths.items()}
-    save_picture(folder / "memory.png", lambda pyplot: _memory_timeline(traces, pyplot))
-    save_picture(folder / "gantt.png", lambda pyplot: _gantt(traces, pyplot))
+    import matplotlib
+
+    matplotlib.use("Agg")  # which draws to files and needs no display
+    from matplotlib import pyplot
+
+    for name, draw in (("memory.png", _memory_timeline), ("gantt.png", _gantt)):
+        figure = draw(traces, pyplot)
+        figure.savefig(folder / name, dpi=120)
+        pyplot.close(figure)
 
 
 def _memory_timeline(traces: Mapping[str, Trace], pyplot: Any) -> Any:
@@ -84,17 +91,3 @@ def _gantt(traces: Mapping[str, Trace], pyplot: Any) -> Any:
     ends = [intervals[-1][1] for t in traces.values() for intervals in (t.kernels, t.d2h, t.h2d) if intervals]
     all_axes[-1, 0].set_xlim(0, max(ends, default=1.0))
     return figure
-
-
-def save_picture(path: Path, make: Callable[[Any], Any]) -> None:
-    """Write the figure that `make` returns, given pyplot, to a file in its format; ValueError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError(f"{path.name}: pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")  # which draws to files and needs no display
-    from matplotlib import pyplot
-
-    figure = make(pyplot)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from bridge_fgo.tools.job.parallel import STRATEGIES
 
 DENSE = "--layers 24 --hidden 2048 --ffn 8192 --heads 16"  # 1.64B parameters
 EXPERTS = "--layers 12 --hidden 1024 --ffn 4096 --heads 16 --experts 16 --topk 2"  # experts over all GPUs
@@ -58,7 +55,7 @@ class BenchArm:
 
     @property
     def kind(self) -> str:
-        """One of `NAMES`, but for `mcore` arms of several checkouts."""
+        """One of `NAMES`."""
         return self.name.partition(":")[0]
 
     @property
@@ -77,34 +74,18 @@ class BenchArm:
         return not self.kind.startswith(("fsdp", "mcore"))
 
 
-def size_options(
-    preset: str,
-    gpus: int,
-    tp: int = 1,
-    microbatches: int | None = None,
-    layers: int | None = None,
-    recompute: str | None = None,
-) -> list[str]:
-    """Return the arm's options for the sizes of a preset; what is given replaces what the preset has.
-
-    Of the GPUs `tp` are tensor-parallel, with sequence parallelism, and all such groups data-parallel, or ValueError.
-    """
-    if gpus % tp:
-        raise ValueError(f"--tp {tp}: --gpus {gpus} is not a multiple of it")
+def size_options(preset: str, gpus: int, microbatches: int | None = None, layers: int | None = None) -> list[str]:
+    """Return the arm's options for the sizes of a preset; what is given replaces what the preset has."""
     options = PRESETS[preset].split()
     if layers is not None:
         options[options.index("--layers") + 1] = str(layers)
-    if recompute is not None:
-        options += ["--recompute", recompute]  # the last one counts
     # Jobs train without that mode. Dense arms were bitwise equal without it on H200, as their loss is not fused; a
     # mixture of experts adds up what its experts return in any order.
     options += ["--deterministic" if "--experts" in options else "--no-deterministic"]
     microbatch = int(options[options.index("--mbs") + 1])
-    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES.get(preset, 4)) * (gpus // tp))]
-    if tp > 1:
-        options += ["--tp", str(tp)]
+    options += ["--gbs", str(microbatch * (microbatches or MICROBATCHES.get(preset, 4)) * gpus)]
     if "--experts" in options:
-        options += ["--ep", str(gpus // tp)]
+        options += ["--ep", str(gpus)]
     return options
 
 
@@ -126,55 +107,43 @@ def resident_of(arm: BenchArm, among: list[BenchArm]) -> BenchArm:
 
 
 def arms(
-    names: list[str], megatron_lm: list[str], preset: str, optimizer: str = "adam", fsdp: str | None = None
+    names: list[str], megatron_lm: str | None, preset: str, optimizer: str = "adam", fsdp: str | None = None
 ) -> list[BenchArm]:
     """Return the arms of the given names, each of `NAMES` and its variables (`native:A=1:B=2`), in that order.
 
-    Each checkout of Megatron-LM's `dev` branch in `megatron_lm` gives an `mcore` arm of its own; with none the
-    installed mcore is taken. `optimizer` is of every arm but `hybrid`, `fsdp` (of `STRATEGIES`) of the arms with
-    Megatron-FSDP.
+    The `mcore` arm trains on the checkout of Megatron-LM's `dev` branch in `megatron_lm`, or on the installed mcore.
+    `optimizer` is of every arm but `hybrid`, `fsdp`, what to shard, of the arms with Megatron-FSDP.
 
     Raises:
         ValueError: a name is unknown or given twice, or the resident arm, which all others are compared with, is not
-            the first; or a checkout is not whole; or an arm cannot train with the optimizer.
+            the first; or the checkout is not whole; or an arm cannot train with the optimizer.
     """
     read = [read_name(name) for name in names]
-    kinds = [kind for kind, _ in read]
-    unknown = [kind for kind in kinds if kind not in NAMES]
-    if unknown or not names or names[0] != "resident":
-        near = [other for kind in unknown for other in difflib.get_close_matches(kind, NAMES, n=1)]
-        meant = f"{', '.join(unknown)} is no arm: did you mean {', '.join(near)}? " if near else ""
-        raise ValueError(f"--arms {','.join(names)}: {meant}use resident first, then any of {', '.join(NAMES[1:])}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"--arms {','.join(names)}: an arm is there twice: name each once")
-    of_fsdp = {"fsdp_resident", "fsdp"}.intersection(kinds)
-    if (fsdp is not None or of_fsdp) and (fsdp not in STRATEGIES or len(of_fsdp) < 2):
+    kinds = {kind for kind, _ in read}
+    if names[0] != "resident" or len(set(names)) < len(names) or not kinds.issubset(NAMES):
+        raise ValueError(f"--arms {','.join(names)}: use resident first, then any of {', '.join(NAMES[1:])} once")
+    of_fsdp = {"fsdp_resident", "fsdp"}
+    if kinds & of_fsdp != (set() if fsdp is None else of_fsdp) or (fsdp is not None and optimizer != "adam"):
         raise ValueError(
-            f"--fsdp {fsdp} with --arms {','.join(kinds)}: name both arms of Megatron-FSDP, fsdp_resident and fsdp, "
-            f"which is compared with it, and say what it shards, --fsdp {', '.join(STRATEGIES)}"
+            f"--fsdp {fsdp} with --arms {','.join(names)} and --optimizer {optimizer}: --fsdp goes with both "
+            "fsdp_resident and fsdp, which is compared with it, and with Adam"
         )
-    if fsdp is not None and optimizer != "adam":
-        raise ValueError(f"--fsdp {fsdp} with --optimizer {optimizer}: its arms train with Adam alone; leave one out")
     if optimizer != "adam" and "hybrid" in kinds:
         raise ValueError(f"--optimizer {optimizer} with the hybrid arm: HybridDeviceOptimizer is Adam; leave it out")
-    for path in megatron_lm if "mcore" in kinds else ():
-        # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
-        missing = [part for part in ("core", "training") if not Path(path, "megatron", part, "__init__.py").exists()]
-        if missing:
+    # Bridge imports `megatron.training` too, and that of the wheel does not go with the checkout's `megatron.core`.
+    for part in ("core", "training") if megatron_lm is not None else ():
+        if not Path(megatron_lm or "", "megatron", part, "__init__.py").exists():
             raise ValueError(
-                f"--megatron-lm {path}: there is no megatron/{missing[0]} in it; give the top of a checkout of "
+                f"--megatron-lm {megatron_lm}: there is no megatron/{part} in it; give the top of a checkout of "
                 "Megatron-LM's dev branch with its whole `megatron` folder"
             )
     options = _options_of_kinds(preset, optimizer, fsdp)
     found: list[BenchArm] = []
-    for kind, environment in read:
-        of_kind = [BenchArm(kind, options[kind], bitwise=kind not in ("recomputed", "hybrid"))]
-        if kind == "mcore":
-            # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests of other lists.
-            paths, is_adam = enumerate(megatron_lm or [""]), optimizer == "adam"
-            of_kind = [BenchArm(f"mcore{i or ''}", options[kind], path, bitwise=is_adam) for i, path in paths]
-        suffix = "".join(f":{name}={value}" for name, value in environment.items())
-        found += [replace(arm, name=arm.name + suffix, environment=environment) for arm in of_kind]
+    for name, (kind, environment) in zip(names, read, strict=True):
+        # A layer-wise Muon has its parameters in other optimizers than the resident arm: digests of other lists.
+        bitwise = kind not in ("recomputed", "hybrid") and (kind != "mcore" or optimizer == "adam")
+        path = (megatron_lm or "") if kind == "mcore" else ""
+        found.append(BenchArm(name, options[kind], path, bitwise, environment))
     return found
 
 

@@ -74,8 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             state_bytes=memory["optimizer"],
             released_bytes=max(phase.get("freed", 0) for phase in phases),
             pinned_bytes=loop.policy.pinned_bytes + loop.reference.pinned_bytes if options.sleep else 0,
-            peak_allocated_bytes=max(phase["memory"].get("peak", 0) for phase in phases),
-            peak_reserved_bytes=max(phase["memory"].get("reserved", 0) for phase in phases),
             bytes_by_kind=memory,
         )
 

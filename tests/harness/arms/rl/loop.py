@@ -42,7 +42,7 @@ class Diary:
         figures: dict[str, Any] = {"phase": phase, "at": time.perf_counter() - self._began}
         if moved is not None:
             figures |= {name: getattr(moved, name) for name in ("copied", "freed", "returned", "seconds")}
-        self.phases.append(figures | {"memory": self.memory() | self._allocated()})
+        self.phases.append(figures | {"memory": self.memory()})
 
     def memory(self) -> dict[str, int]:
         """Return the bytes on the device now, by kind."""
@@ -56,18 +56,6 @@ class Diary:
         }
         counted: set[int] = set()  # masters of fp32 parameters, say, are these parameters
         return {kind: self._bytes(of_kind, counted) for kind, of_kind in tensors.items()}
-
-    def _allocated(self) -> dict[str, int]:
-        """Return what PyTorch's allocator has in use on a GPU, and most of it since the last call; else nothing."""
-        if self._device.type != "cuda":
-            return {}
-        found = {
-            "allocated": torch.cuda.memory_allocated(self._device),
-            "peak": torch.cuda.max_memory_allocated(self._device),
-            "reserved": torch.cuda.memory_reserved(self._device),
-        }
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return found
 
     def _bytes(self, tensors: Iterable[torch.Tensor], counted: set[int]) -> int:
         total = 0

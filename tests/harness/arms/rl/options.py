@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions:
-    """Options of a run. The defaults are those of the CPU. ValueError, which names it, for one that cannot be had."""
+    """Options of a run. The defaults are those of the CPU."""
 
     device: str = "cpu"  # "cpu", by the stand-ins of CUDA and Transformer Engine, or "cuda"
     sleep: bool = True  # whether the trainer sleeps between updates; without it everything stays on the device
@@ -31,22 +31,6 @@ class RlOptions:
     tp: int = 1
     pp: int = 1
     seed: int = 1234
-
-    def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda"):
-            raise ValueError(f"device={self.device!r}: use 'cpu' or 'cuda'")
-        if self.group < 2:
-            raise ValueError(f"group={self.group}: use 2 or more, as answers are judged beside each other")
-        if self.sequences % self.micro_batch_size:
-            raise ValueError(
-                f"micro_batch_size={self.micro_batch_size}: use a divisor of prompts x group = {self.sequences}"
-            )
-        if self.hidden % self.heads:
-            raise ValueError(f"heads={self.heads}: use a divisor of hidden={self.hidden}")
-        if self.layers % self.pp:
-            raise ValueError(f"pp={self.pp}: use a divisor of layers={self.layers}")
-        if self.heads % self.tp:
-            raise ValueError(f"tp={self.tp}: use a divisor of heads={self.heads}")
 
     @property
     def sequences(self) -> int:
