@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import async_worker
 import both
@@ -153,6 +154,12 @@ def test_a_save_takes_host_memory_where_the_disk_has_no_room_for_copies_and_says
         save(run, tmp_path / "saved", "dp_reshardable")
     assert outside[0] > 0
     assert "a save takes host memory for copies of the states: OffloadConfig.nvme_folder=" in capsys.readouterr().out
+
+
+def test_a_rank_that_has_states_of_one_optimizer_alone_has_no_file_for_the_other_and_says_nothing(folder, capsys):
+    with both.training(True, half_in_file(folder)) as run:
+        assert session_of(run).engine._file_for_copies(SimpleNamespace(states=list)) is None
+    assert "a save takes host memory" not in capsys.readouterr().out
 
 
 # The disk and the GPU at once.

@@ -121,7 +121,7 @@ class CheckpointingEngine(Engine):
         """Return a file for a save's copies, if states are in one: the host has no room for copies either."""
         sizes = [state.saved_nbytes for bundle in source.states() for state in bundle.states]
         try:
-            return None if self.file is None else CopyFile(self.file.folder, sizes)
+            return CopyFile(self.file.folder, sizes) if self.file is not None and sizes else None
         except ValueError as error:
             self.warn(f"a save takes host memory for copies of the states: {error}")
             return None

@@ -35,6 +35,7 @@ from __future__ import annotations
 import itertools
 import os
 import struct
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -164,16 +165,18 @@ class KeptSteps:
         self._starts = [0, *itertools.accumulate(-(-slab.nbytes // PAGE) * PAGE for slab in slabs)]
         self._copies = range(2 if buddy is None else 4)  # numbers of the buffers of each slab
         self._files: dict[str, KeptFile] = {}
+        self._slots = [line.file(f"slot{slot}")[0] for slot in (*OWN, *WARDS, CONFIG, TRIES)]
+        for file in self._slots:
+            weakref.finalize(self, os.close, file).atexit = False  # at exit `bridge.crash` erases records
+        _, self.config = self._read(CONFIG) or (0, b"")  # that the records were trained with, as `bridge.crash` has it
+        # Race: a file of another size is another file, and a record that names the one before would be found again.
+        self.found = self._records(OWN, layout)
+        self.of_ward = {} if buddy is None else self._records(WARDS, buddy.layout_of_ward)
         for copy in self._copies:  # now, while a rank that has no room for them is no rank's error yet
             self._file(f"states{copy}", self._starts[-1])
         self.nbytes = len(self._copies) * self._starts[-1]
-        self._slots = [line.file(f"slot{slot}")[0] for slot in (*OWN, *WARDS, CONFIG, TRIES)]
-        _, self.config = self._read(CONFIG) or (0, b"")  # that the records were trained with, as `bridge.crash` has it
-        self.found = self._records(OWN, layout)
-        self.of_ward: dict[int, Record] = {}
         self.hosts_of_ward: list[KeptBuffer] = []
         if buddy is not None:
-            self.of_ward = self._records(WARDS, buddy.layout_of_ward)
             sizes, nbytes = buddy.sizes_of_ward, sum(buddy.sizes_of_ward)
             files = {slot: self._file(f"buddy{slot}", nbytes) for slot in WARDS}
             self.hosts_of_ward = [KeptBuffer(self, -1, slot, nbytes, 0, file) for slot, file in files.items()]
@@ -217,10 +220,12 @@ class KeptSteps:
             os.pwrite(self._slots[slot], bytes(HEAD.size), 0)
 
     def _records(self, slots: Iterable[int], layout: bytes) -> dict[int, Record]:
-        """Return the records of a layout that are whole, by their steps."""
+        """Return the records of a layout that are whole, by their steps; erase others."""
         found, end = {}, len(self._slabs)
         for slot in slots:
-            if (read := self._read(slot, layout)) is not None:
+            if (read := self._read(slot, layout)) is None:
+                self._erase([slot])
+            else:
                 step, payload = read
                 found[step] = Record(step, slot, payload[:end], payload[end:])
         return found
@@ -248,7 +253,8 @@ class KeptSteps:
             self._buddy.begun = self._buddy.whole = -1 if whole is None else whole
             self._held = [] if stays is None else [self.found[stays]]
         of_ward = [each.slot for each in self.of_ward.values() if each.step == stays]
-        self._erase({*OWN, *WARDS} - {*of_ward, *(each.slot for each in self.staying)})
+        tries = () if self.staying else (TRIES,)  # a step of the same number that is made anew is another one
+        self._erase({*OWN, *WARDS, *tries} - {*of_ward, *(each.slot for each in self.staying)})
         self._next = next(slot for slot in WARDS if slot not in of_ward)
 
     def take_buffers(self) -> None:

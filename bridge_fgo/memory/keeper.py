@@ -12,6 +12,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from typing import Any
 
 from bridge_fgo.config import readable
@@ -131,7 +132,7 @@ class Keeper:
 
 
 class KeeperLine:
-    """A rank's line to its node's keeper, open as long as the rank lives.
+    """A rank's line to its node's keeper, open as long as anything refers to it.
 
     Raises:
         OSError: nobody keeps, another user's process does, or the process that the rank was before does not end.
@@ -140,7 +141,10 @@ class KeeperLine:
     def __init__(self, job: str, rank: int, ranks: int) -> None:
         self._rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        os.register_at_fork(after_in_child=self._socket.close)  # else a worker of a dead rank would be taken for it
+        weakref.finalize(self, self._socket.close).atexit = False  # until its end the process may write the memory
+        close = weakref.WeakMethod(self._socket.close)
+        # Else a worker of a dead rank would be taken for it.
+        os.register_at_fork(after_in_child=lambda: (close() or int)())
         self._socket.connect(_address(job))
         if (uid := _peer(self._socket)[1]) != os.getuid():
             raise PermissionError(f"it is of user {uid}, and this process of {os.getuid()}")

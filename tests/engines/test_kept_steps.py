@@ -3,20 +3,24 @@
 With buddies there is one too if the memory of one of them is lost as well.
 """
 
+import gc
 import itertools
 import os
 import random
 import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from crash_child import Kept
 
 from bridge_fgo.engines import buddies, kept_steps
 from bridge_fgo.engines.buddies import Buddy
-from bridge_fgo.engines.kept_steps import PAGE, WARDS, KeptSteps, common_start, layout_of
+from bridge_fgo.engines.kept_steps import OWN, PAGE, WARDS, KeptSteps, common_start, layout_of
+from bridge_fgo.memory.keeper import KeeperLine
 from bridge_fgo.memory.slab import Slab
 
 SLABS, RANKS, STARTS = 3, 2, 5
@@ -32,16 +36,15 @@ class Files:
         self.rank, self.by_name = rank, {}
 
     def file(self, name, nbytes=None):
-        was_there = name in self.by_name
+        was_there = name in self.by_name and nbytes in (None, os.fstat(self.by_name[name]).st_size)
         if not was_there:
             self.by_name[name] = os.memfd_create(name)
             os.ftruncate(self.by_name[name], nbytes or 0)
-        file = self.by_name[name]
-        return os.dup(file) if nbytes and nbytes > PAGE else file, was_there  # whose mapping closes it
+        return os.dup(self.by_name[name]), was_there
 
     def whole(self):
         """Return the steps that a start finds, each with what its buffers have: own ones, and those of the ward."""
-        kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, self, LAYOUTS[self.rank])
+        kept = Onlooker([FakeSlab() for _ in range(SLABS)], None, self, LAYOUTS[self.rank])
 
         def of(name, number):
             return set(os.pread(self.by_name[name], PAGE, PAGE * number))
@@ -49,6 +52,13 @@ class Files:
         found = {s: [of(f"states{copy}", n) for n, copy in enumerate(own.table)] for s, own in kept.found.items()}
         wards = kept._records(WARDS, LAYOUTS[1 - self.rank])
         return found, {s: [of(f"buddy{each.slot}", n) for n in range(SLABS)] for s, each in wards.items()}
+
+
+class Onlooker(KeptSteps):
+    """Reads records that others write."""
+
+    def _erase(self, slots):
+        pass
 
 
 class FakeSlab:
@@ -354,6 +364,54 @@ def test_ranks_that_die_at_any_moment_and_lose_a_node_have_one_step_whole_in_com
     for number in range(STARTS):
         attempt(loses=number % 2)
     assert goes_on == sorted(goes_on) and goes_on[-1] > STARTS, goes_on
+
+
+@pytest.mark.parametrize("answers", range(11))
+def test_a_start_with_other_slabs_that_ends_early_leaves_no_step_whose_files_are_gone(answers):
+    files, left = Files(0), iter(range(answers))
+
+    def file(name, nbytes=None):
+        if next(left, None) is None:
+            raise MemoryError("the keeper is full")
+        return files.file(name, nbytes)
+
+    kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, files, LAYOUTS[0])
+    for slab in range(SLABS):
+        kept.buffer(slab, 0).tensor.fill_(5)
+    kept._write(0, 5, bytes(SLABS), LAYOUTS[0])
+    whole = files.whole()[0]
+    assert whole == {5: [{5}] * SLABS}
+    with pytest.raises(MemoryError) if answers < 10 else nullcontext():
+        KeptSteps([FakeSlab() for _ in range(2 * SLABS)], None, SimpleNamespace(file=file), bytes(16))
+    assert files.whole()[0] == ({} if answers >= 8 else whole)
+
+
+def test_starts_from_a_step_are_not_those_from_one_of_the_same_number_that_is_made_anew():
+    files = Files(0)
+    for expected in (0, 1, 2, 0):
+        kept = KeptSteps([FakeSlab() for _ in range(SLABS)], None, files, LAYOUTS[0])
+        kept._write(0, 5, bytes(SLABS), LAYOUTS[0])
+        kept.found = kept._records(OWN, LAYOUTS[0])
+        assert kept.tries(5) == expected
+        kept.protect(None if expected == 2 else 5)
+        kept.take_buffers()
+        if expected < 2:
+            kept.adopt()
+
+
+def test_trainings_of_one_process_after_another_leave_no_file_and_no_line_to_the_keeper_open():
+    opened = []
+    with Kept(f"test.{os.getpid()}") as kept:
+        for _ in range(3):
+            line = KeeperLine(kept.name, 0, 1)
+            KeptSteps([FakeSlab() for _ in range(SLABS)], None, line, LAYOUTS[0]).protect(None)
+            del line
+            gc.collect()
+            end = time.monotonic() + 20
+            while kept.keeper._ranks and time.monotonic() < end:
+                time.sleep(0.01)
+            opened.append(len(os.listdir("/proc/self/fd")))
+    assert len(set(opened)) == 1
 
 
 def test_no_step_waits_for_a_round_that_does_not_end_and_its_states_stay_whole(monkeypatch):
