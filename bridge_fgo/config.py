@@ -84,8 +84,8 @@ class OffloadConfig:
     """Keep in a file in this folder, not on the GPU, the states for which `host_memory_gib` has no room. That is "auto"
     then, unless set. The folder is on a local disk with `O_DIRECT` (ext4, XFS); each rank makes a file without a name,
     so a crash leaves none. An update needs final gradients, so a step waits for what it reads, except for what the GPU
-    has room for before. It is for jobs that do not fit otherwise, and for long steps. A save still copies all states to
-    host memory."""
+    has room for before. It is for jobs that do not fit otherwise, and for long steps. A save's copies of all states are
+    in such a file too, until they are written; "fully_reshardable" checkpoints are gathered in host memory by mcore."""
 
     survive_crash: bool = False
     """Let a restart go on from the last finished step, without a checkpoint, if the node and its keeper still live.
@@ -181,6 +181,11 @@ class OffloadConfig:
         for name, least in (("slab_bytes", MIB), ("piece_bytes", 64 * 1024)):
             if not is_number(getattr(self, name), int) or getattr(self, name) < least:
                 refuse(name, f": use a number of bytes of at least {least}")
+
+    @property
+    def host_limit_gib(self) -> float | Literal["auto"] | None:
+        """`host_memory_gib`, which is "auto" with `nvme_folder` unless it is set."""
+        return "auto" if self.host_memory_gib is None and self.nvme_folder is not None else self.host_memory_gib
 
     @property
     def gpu_memory_budget_bytes(self) -> int | None:

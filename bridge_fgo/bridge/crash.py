@@ -1,4 +1,4 @@
-"""A crash costs no step: what Bridge's training has beside its slabs, and a start that goes on from a kept step.
+"""Keeps with each step what Bridge's training has beside the slabs, and restarts training from a kept step.
 
 `engines.kept_steps` has the time line, and says which step is whole. A step's small state is all that a checkpoint has
 beyond what slabs hold, by the functions of Bridge, mcore and torch (`Survival._small_state`), and model state that no

@@ -1,4 +1,4 @@
-"""Which rank of another node has a copy of a rank's steps, and the thread that sends it there.
+"""Copies finished steps of a rank to a rank of another node, its buddy, in a background thread.
 
 A lost node takes with it what its keeper has. So each rank has a buddy, the rank with its place on the next node, and
 is the buddy of its ward: `OffloadConfig(copies_to_buddy_every=K)`. Copies go by a gloo group of their own, which one

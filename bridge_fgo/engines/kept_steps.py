@@ -1,4 +1,4 @@
-"""Which finished training step a crash leaves whole: the records of a rank, and the host buffers that they name.
+"""Records each finished training step, and the host buffers with its states, so that a crash leaves one step whole.
 
 The host has all masters and moments in every forward and backward. With `OffloadConfig(survive_crash=True)` their
 memory belongs to a keeper too (`memory.keeper`), a process of the node that the trainers' death leaves alone: one that

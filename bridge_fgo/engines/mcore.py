@@ -25,9 +25,9 @@ from bridge_fgo.states.source import Source
 
 
 class Member:
-    """What the drivers of both generations have: the states of one DistributedOptimizer, and what of them is away.
+    """Drives the offloader that mcore built into one DistributedOptimizer: the part that both generations share.
 
-    Each drives the offloader that mcore built into the optimizer. Its verbs are those of an engine.
+    Counts the bytes of its states that are off the GPU. The verbs of both generations are those of an engine.
     """
 
     name: str  # what the engine is called

@@ -88,9 +88,7 @@ def host_share(config: OffloadConfig) -> float:
 
     A collective if it is set: all ranks get what the one with the least can have.
     """
-    limit = config.host_memory_gib
-    if limit is None and config.nvme_folder is not None:
-        limit = "auto"
+    limit = config.host_limit_gib
     if limit is None:
         return math.inf
 

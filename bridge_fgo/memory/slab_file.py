@@ -1,4 +1,4 @@
-"""Slabs without host memory of their own: a file on a local disk, and a few pinned buffers that copies go through.
+"""Keeps slabs in a file on a local disk; copies go through a few pinned buffers.
 
 A copy out fills a buffer, which is written to the file and is free again. A copy in waits until a buffer has been read,
 and gives it back once it has landed. The file has no name, is allocated before training, and is read and written by
@@ -37,7 +37,7 @@ BLOCK_BYTES = mmap.PAGESIZE  # a multiple of the blocks to which `O_DIRECT` alig
 POLL_SECONDS = 5e-4  # between two looks whether a copy is over
 PROBE_SECONDS, PROBE_BYTES = 0.4, 2**34  # in each direction
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "virtiofs", "afs", "fuse")
-"""How the types of file systems begin whose disks are not this node's."""
+"""Prefixes of the types of file systems whose disks are not this node's."""
 
 
 def blocks(nbytes: int) -> int:

@@ -1,7 +1,7 @@
 """Offload and reload: the ranks agree on what moves, all-gather weights and fail alike, and each moves its own memory.
 
 What a rank decides by itself leads to no collective. Every rank runs each collective, until an error ends the call on
-all of them. In the second half of this file no collective runs.
+all of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -234,7 +234,7 @@ def _offload_again(memory: TrainerMemory, before: Sequence[Unit], grads: Grads, 
         error.add_note(f"bridge_fgo: what the block has reloaded may still be on the GPU: {failure}")
 
 
-# What each rank does by itself.
+# Moves of one rank: no collective runs here.
 
 
 def require_no_backward(memory: TrainerMemory, units: Sequence[Unit], grads: Grads) -> None:

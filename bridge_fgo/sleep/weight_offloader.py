@@ -168,7 +168,7 @@ class WeightOffloader:
         self._all = [buffer_slab(buffer, i, names) for i, buffer in enumerate(buffers) if buffer.param_data is not None]
         # for each parameter of DDP's buffers its `id`, and the `_cdata` of its storage
         self._in_buffers = {id(param): slab.storage._cdata for slab in self._all for _, param in slab.params}
-        self._all += self._outside()
+        self._all += self._slabs_outside()
         # those that packed masters need on the GPU to move: DDP's buffers, on all ranks alike
         self.read_by_masters: list[WeightSlab] = []
         self._beside = SideStream(device)
@@ -215,7 +215,7 @@ class WeightOffloader:
         read = states.read_storages()
         self.read_by_masters = [s for s in self.slabs if s.buffer is not None or s.storage._cdata in read]
 
-    def _outside(self) -> list[WeightSlab]:
+    def _slabs_outside(self) -> list[WeightSlab]:
         """Return the parameters that have storages of their own: frozen ones, and those of models without DDP."""
         of_storages: dict[int, list[NamedParam]] = {}  # tied weights share one
         for name, storage, parameter in self._outside_of_buffers():

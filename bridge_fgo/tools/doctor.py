@@ -240,8 +240,7 @@ def _examine_config(findings: Findings, settings: DoctorSettings, machine: Machi
         try:
             # Memory is pinned for all that may leave, before training measures what a budget leaves.
             offload = replace(job.offload, gpu_memory_budget_gib=None)
-            is_auto = offload.host_memory_gib is None and offload.nvme_folder is not None
-            if (is_auto or offload.host_memory_gib == "auto") and machine.gpus:
+            if offload.host_limit_gib == "auto" and machine.gpus:
                 offload = replace(offload, host_memory_gib=AUTO_SHARE * available_bytes() / 2**30)
             ranks = settings.gpus_per_node or len(machine.gpus) or 1
             estimate = make_estimate(job, offload, ranks_of_node=min(ranks, job.parallel.gpus))

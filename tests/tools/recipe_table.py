@@ -17,7 +17,7 @@ from bridge_fgo.tools.plan.systems import SYSTEMS, links
 from bridge_fgo.tools.plan.verdict import Verdict, verdicts
 
 WORDS = {"fits": "fits", "fits only with the offload": "offload", "does not fit": "no", "refused": "refused"}
-"""How a cell tells a verdict of `Outcome`; any other one is unknown."""
+"""The text of a cell for each verdict of `Outcome`; any other verdict is unknown."""
 LONGEST = 100
 """Characters of a reason; what follows may be in another order each time (a set of mcore's)."""
 NEEDS = "needs config.json of {}, from Hugging Face: plan it with hf_config=DIR"

@@ -29,8 +29,8 @@ from bridge_fgo.tools.plan.state import StateBytes, is_served_by_mcore, states_o
 from bridge_fgo.tools.plan.systems import SYSTEMS, Link, floor_seconds
 
 UNTRIED = "not held against runs"
-DISK_RATES = (3, 6, 12)  # GB/s of NVMe drives, one or several
 """A note says this where no run has confirmed the count of activations."""
+DISK_RATES = (3, 6, 12)  # GB/s of NVMe drives, one or several
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def make_estimate(
     notes = [*_notes(job, stages, activations), *_notes_on_gradients(job, stages, offload)]
     if is_auto and budget is None:
         notes.append("gpu_memory_budget_gib='auto': all counts as offloaded, without --system or activations")
-    if offload.host_memory_gib is not None or offload.nvme_folder is not None:
+    if offload.host_limit_gib is not None:
         is_known = isinstance(offload.host_memory_gib, float | int)
         counted = f"of {ranks_of_node} ranks" if is_known else "all counts as offloaded"
         notes.append(f"host_memory_gib={offload.host_memory_gib!r}: {counted}")

@@ -36,7 +36,8 @@ FILES = {
 """The files of a framework that are loaded, the one whose class is called last."""
 
 type Verbs = dict[str, Callable[[], Any]]
-"""What sleeps; what wakes the parameters alone and sleeps again ("sync"), where there is such; what wakes."""
+"""Functions by name: "sleep" offloads all, "sync" (not every framework has it) reloads and offloads weights, "wake"
+reloads all."""
 
 
 def framework(options: argparse.Namespace, **given: dict[str, Any]) -> ModuleType:
